@@ -16,6 +16,7 @@ import torch
 
 from unisono.backends import get_backend
 from unisono.backends.movement import host_buffer
+from unisono.comm.thread_start import start_threads
 from unisono.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ def start_save(save: Callable[[], Any], what: str) -> Future[None]:
     """Run a save in a thread of its own; the future has its error."""
     future: Future[None] = Future()
     # Not a daemon: the interpreter's exit waits for the save.
-    threading.Thread(target=run_save, args=(save, what, future), name="unisono-checkpoint", daemon=False).start()
+    args = save, what, future
+    start_threads([threading.Thread(target=run_save, args=args, name="unisono-checkpoint", daemon=False)])
     return future
 
 

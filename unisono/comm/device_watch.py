@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from unisono.comm.thread_start import start_threads
 from unisono.errors import BrokenWorldError
 from unisono.protocols import Backend
 
@@ -57,8 +58,8 @@ class DeviceWatch:
         self._is_over = threading.Event()
         args = self, partial(backend.activate, device), look_s
         self._thread = threading.Thread(target=_watch, args=args, name="unisono-device-watch", daemon=True)
+        start_threads([self._thread])
         atexit.register(self.close)  # it must not be in the driver when the driver shuts down
-        self._thread.start()
 
     def close(self) -> None:
         """Stop watching. Idempotent; from any thread."""

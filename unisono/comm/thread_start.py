@@ -8,15 +8,37 @@ So another thread calls it, which receives no interrupts.
 from __future__ import annotations
 
 import _thread
+import subprocess
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 
+from unisono.errors import UnisonoError
 from unisono.outcome import Outcome
 
 
+def check_threads(who: str, uses_processes: bool = False) -> None:
+    """Raise UnisonoError where a library (gevent, eventlet) has put its own in place of Python's threads, or processes:
+    one that waits would stop all others, or never hear of them."""
+    for name, used, home in (
+        ("threading.get_ident", threading.get_ident, "_thread"),
+        ("subprocess.Popen", subprocess.Popen, "subprocess"),
+    )[: 1 + uses_processes]:
+        if used.__module__ != home:
+            raise UnisonoError(
+                f"{who} needs Python's own threads and processes, and {used.__module__} has replaced {name}: what waits "
+                "for them would never end. Run it before that, as before monkey.patch_all(); or in a process that does "
+                "not do it, by subprocess.run([sys.executable, 'train.py'])"
+            )
+
+
 def start_threads(threads: Sequence[threading.Thread]) -> None:
-    """Start the threads, in order. If an interrupt is raised, either none was started, or all are being started."""
+    """Start the threads, in order. If an interrupt is raised, either none was started, or all are being started.
+
+    Raises:
+        UnisonoError: they would not be threads, as by `check_threads`.
+    """
+    check_threads(f"the thread {threads[0].name}")
     if threading.current_thread() is not threading.main_thread():
         _start_all(threads)
         return

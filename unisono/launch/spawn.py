@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +16,7 @@ from unisono import preemption
 from unisono.arguments import check_integer, check_names, check_type
 from unisono.backends import pick_backend
 from unisono.comm.selection import group_backend
+from unisono.comm.thread_start import check_threads
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ProcessContext
 from unisono.launch.engines import find_engine, spawn_on
@@ -124,7 +123,7 @@ def spawn(
     if chosen.engine is not None:
         if not join:
             raise ValueError("spawn(join=False) does not go with engine=, whose machines are waited for")
-        _refuse_replaced_threads()
+        check_threads("spawn", uses_processes=True)
         try:
             return spawn_on(find_engine(chosen.engine), fn, args, nprocs, replace(chosen, engine=None))
         except BaseException as error:
@@ -139,7 +138,7 @@ def spawn(
     chosen.check_ranks(count)
     if count == 1 and join and not chosen.needs_process:
         return [_run_inline(fn, args, family)]
-    _refuse_replaced_threads()
+    check_threads("spawn", uses_processes=True)
     call = pickle_call(fn, tuple(args), Settings.read())
     context = ProcessContext(Supervisor(make_job(call, count, family, chosen)))
     if join:
@@ -150,22 +149,6 @@ def spawn(
             raise
     context.start()
     return context
-
-
-def _refuse_replaced_threads() -> None:
-    """Raise UnisonoError where a library (gevent, eventlet) has put its own in place of Python's threads or processes:
-    the thread that waits for workers would stop all others, or never hear of them."""
-    for name, used, home in (
-        ("threading.get_ident", threading.get_ident, "_thread"),
-        ("subprocess.Popen", subprocess.Popen, "subprocess"),
-    ):
-        if used.__module__ != home:
-            raise UnisonoError(
-                f"spawn needs Python's own threads and processes, and {used.__module__} has replaced {name}: the wait "
-                "for workers would never end. Call spawn before that, as before monkey.patch_all(); or in a process "
-                "that does not do it, by subprocess.run([sys.executable, 'train.py']); or start the script by "
-                "`unisono run`"
-            )
 
 
 def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None = None) -> int:

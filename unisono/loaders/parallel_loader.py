@@ -26,6 +26,7 @@ from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends import resolve_device, resolve_devices
 from unisono.backends.switches import is_as_in_a_new_thread
 from unisono.comm.operations import LOOP
+from unisono.comm.thread_start import check_threads
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.device_iterator import DeviceIterator
@@ -216,6 +217,8 @@ class ParallelLoader:
                 raise
 
     def _start_pass(self) -> None:
+        if self._prefetch:  # threads may start later; or never, if no batch takes long
+            check_threads("a loop over a loader")
         # A rank that loops alone would get its part of the data only. A helper thread's loop begins at any time.
         own = threading.main_thread() if self._world.is_of_processes else self._maker
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:

@@ -171,38 +171,61 @@ def work(index):
     return index
 
 
+def patch(library):
+    if library == "gevent":
+        from gevent import monkey
+        monkey.patch_all()
+    else:
+        import eventlet
+        eventlet.monkey_patch()
+
+
+def train():
+    print("trained", sum(unisono.DeviceLoader([1, 2, 3])))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "inside":
-        from gevent import monkey
+    how, library = sys.argv[1:]
+    if how == "inside":
         print(unisono.spawn(work, nprocs=2, backend="cpu"))
-        monkey.patch_all()
-        try:
-            unisono.spawn(work, nprocs=2, backend="cpu")
-        except unisono.errors.UnisonoError as error:
-            print(error)
-        print(subprocess.run([sys.executable, __file__, "plain"], stdout=subprocess.PIPE, text=True).stdout)
-    elif sys.argv[1] == "under a launcher":
-        from gevent import monkey
-        monkey.patch_all()
-    if sys.argv[1] != "inside":
-        print(unisono.spawn(work, **({} if sys.argv[1] == "under a launcher" else dict(nprocs=2, backend="cpu"))))
+        train()
+        patch(library)
+        for refused in (lambda: unisono.spawn(work, nprocs=2, backend="cpu"), train):
+            try:
+                refused()
+            except unisono.errors.UnisonoError as error:
+                print(error)
+        done = subprocess.run([sys.executable, __file__, "plain", library], stdout=subprocess.PIPE, text=True)
+        print(done.stdout)
+    elif how == "plain":
+        print(unisono.spawn(work, nprocs=2, backend="cpu"))
+        train()
+    else:
+        patch(library)
+        print(unisono.spawn(work))
+        train()
 """
 
 
-def test_the_ways_out_of_threads_that_are_greenlets_are_ways_out(tmp_path):
-    pytest.importorskip("gevent")
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+def test_the_ways_out_of_threads_that_are_greenlets_are_ways_out(library, tmp_path):
+    pytest.importorskip(library)
     (script := tmp_path / "train.py").write_text(AMONG_GREENLETS)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
-    def run(*command: str) -> str:
+    def run(*command: str) -> tuple[int, str, str]:
         done = subprocess.run(
-            [sys.executable, *command], env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+            [sys.executable, *command, library], env=environ, capture_output=True, text=True, timeout=PATIENCE_S
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return done.returncode, done.stdout, done.stderr
 
-    before, refusal, inside, *_ = run(str(script), "inside").splitlines()
-    assert before == inside == "[0, 1]"
-    assert "gevent.thread has replaced threading.get_ident" in refusal
+    code, output, errors = run(str(script), "inside")
+    assert code == 0, errors
+    spawned, trained, *refusals, spawned_inside, trained_inside, _ = output.splitlines()
+    assert (spawned, trained) == (spawned_inside, trained_inside) == ("[0, 1]", "trained 6")
+    assert len(refusals) == 2
+    assert all("thread has replaced threading.get_ident" in each for each in refusals)
     launcher = ("-m", "unisono", "run", "-n", "2", "--backend", "cpu")
-    assert "[0, 1]" in run(*launcher, str(script), "under a launcher")
+    code, output, errors = run(*launcher, str(script), "under a launcher")
+    assert (code, "[0, 1]" in output, "trained" in output) == (1, True, False), errors
+    assert "a loop over a loader needs Python's own threads" in errors

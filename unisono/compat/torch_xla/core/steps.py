@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from unisono.arguments import check_type
+from unisono.comm.thread_start import check_threads
 from unisono.compat.torch_xla.core.devices import here
 from unisono.world import current_world
 
@@ -36,6 +37,7 @@ class _Closures:
         if running is not None:
             running.result()
         if beside:
+            check_threads("an asynchronous step closure")
             thread = ThreadPoolExecutor(1, thread_name_prefix="unisono-step-closures")  # joined at exit
             self.running = thread.submit(copy_context().run, run_closures, beside)
             thread.shutdown(wait=False)
