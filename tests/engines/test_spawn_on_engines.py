@@ -371,6 +371,20 @@ def test_output_goes_to_a_stream_of_text_too_and_one_that_is_closed_is_an_error(
     assert notebook.getvalue() == "here\n"
 
 
+def test_no_other_user_can_read_or_replace_what_a_job_gets_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    before = os.umask(0)
+    try:
+        with pytest.raises(FileNotFoundError, match="sbatch"):
+            Slurm(1, str(tmp_path / "jobs")).start(b"bundle", 1, 1)
+    finally:
+        os.umask(before)
+    [bundle] = (tmp_path / "jobs").glob("*/bundle")
+    assert [f"{each.stat().st_mode:o}" for each in (bundle.parent, bundle.parent.parent)] == ["40700", "40700"]
+
+
 def test_slurm_s_controller_may_be_away_and_a_job_that_it_has_forgotten_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,8 @@ class Slurm:
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
         directory = Path(self.directory).absolute() / uuid4().hex[:12]
-        directory.mkdir(0o700, parents=True)  # the bundle has the run's secret
+        directory.parent.mkdir(0o700, parents=True, exist_ok=True)  # who can write to it can replace what is in it
+        directory.mkdir(0o700)  # the bundle has the run's secret
         (directory / "bundle").write_bytes(bundle)
         command = shlex.join([*interpreter_command(_PROGRAM), str(directory), str(per_machine)])
         script = directory / "job.sh"
