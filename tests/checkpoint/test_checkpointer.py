@@ -10,7 +10,7 @@ import pickle
 import random
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, Checkpointer, DataParallel, ParallelLoader, current_world
 from unisono.checkpoint.checkpointer import load, save
+from unisono.checkpoint.contents import export
 from unisono.checkpoint.directory import Manifest
 from unisono.checkpoint.folders import checksum_of, folder_at
 from unisono.cli.main import main
@@ -399,18 +400,60 @@ def test_a_state_without_what_it_should_hold_is_damaged(
 
 
 class Evil:
+    """What an unpickler that trusts its input would run."""
+
+    def __init__(self, owned: Path) -> None:
+        self.owned = owned
+
     def __reduce__(self) -> Any:
-        return print, ("run",)
+        return os.mkdir, (str(self.owned),)
 
 
-def test_a_file_that_would_run_code_is_refused(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _load_state(path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.register_for_checkpointing(nn.Linear(2, 2))
+    accelerator.load_state(path)
+
+
+def _call(action: str, path: Path, *others: str) -> None:
+    if main(["checkpoint", action, str(path), *others]):
+        raise DamagedCheckpointError("data that is not plain, as it has printed")
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch", "torch, in a tensor's place"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: load(path, model=nn.Linear(2, 2)),
+        _load_state,
+        lambda path: export(folder_at(path), path.parent / "out.pt"),
+        lambda path: _call("export", path, str(path.parent / "out.pt")),
+        lambda path: _call("show", path),
+    ],
+    ids=["load", "load_state", "export", "the command export", "the command show"],
+)
+def test_a_file_that_would_run_code_runs_none(
+    read: Callable[[Path], Any], form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any, capsys: Any
+) -> None:
     save(tmp_path / "bad", model=nn.Linear(2, 2))
     (file,) = (tmp_path / "bad").rglob("state.pt")
-    file.write_bytes(pickle.dumps(Evil()))
+    evil: Any = Evil(owned := tmp_path / "owned")
+    if "place" in form:
+        saved = torch.load(file, weights_only=True)
+        saved["states"]["model"]["weight"] = evil
+        evil = saved
+    file.write_bytes(pickle.dumps(evil)) if form == "pickle" else torch.save(evil, file)
     rewritten(tmp_path / "bad", monkeypatch, 2, {f"{file.parent.name}/state.pt": list(checksum_of(file))})
-    with pytest.raises(DamagedCheckpointError, match="data that is not plain"):
-        load(tmp_path / "bad", model=nn.Linear(2, 2))
-    assert "run" not in capsys.readouterr().out
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    if "show" in request.node.name:  # it opens none of the files
+        read(tmp_path / "bad")
+    else:
+        with pytest.raises(DamagedCheckpointError, match="data that is not plain"):
+            read(tmp_path / "bad")
+    assert "export" not in request.node.name or not (tmp_path / "out.pt").exists()
+    assert not owned.exists()
+    (pickle.load(file.open("rb")) if form == "pickle" else torch.load(file, weights_only=False))
+    assert owned.exists(), "it would have run"
 
 
 def test_what_has_no_state_or_no_plain_one_and_what_is_no_count_is_refused_at_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import signal
@@ -42,6 +43,44 @@ spawn(stand, nprocs=2)
         assert survivors(workers) == []
         script.kill(signal.SIGKILL)
         assert script.survivors() == []
+
+
+OPEN_TO_ALL = """
+import os
+os.umask(0)
+import stat, tempfile
+from pathlib import Path
+import torch, unisono
+from torch.utils.data import DataLoader
+
+def look(index):
+    loader = unisono.DeviceLoader(DataLoader(torch.ones(64, 64), num_workers=1))
+    held = [batch for batch, _ in zip(loader, range(4))]
+    unisono.all_reduce(torch.ones(1 << 20))
+    mapped = {line.split()[-1] for line in open("/proc/self/maps")}  # what the loader worker has sent, too
+    places = [each for each in map(Path, mapped) if each.is_relative_to("/dev/shm") and each.exists()]
+    temporary = tempfile.gettempdir()
+    unisono.barrier()
+    return [(str(each), stat.filemode(each.stat().st_mode)) for each in [*Path(temporary).iterdir(), *places]], [
+        each.name for each in Path(temporary).rglob("*")
+    ]
+
+if __name__ == "__main__":
+    for each in unisono.spawn(look, nprocs=2, backend="cpu"):
+        print(each)
+"""
+
+
+@pytest.mark.slow
+def test_no_other_user_can_open_what_a_run_makes_whatever_the_umask(tmp_path):
+    with Script(OPEN_TO_ALL, tmp_path, "file") as script:
+        code, output, errors = script.end()
+    assert code == 0, errors
+    for line in output.splitlines():
+        reached, within = ast.literal_eval(line)
+        assert {"store", "multiprocessing"} <= set(within)
+        assert any(name.startswith("unisono-1-") for name in within)
+        assert {mode[4:] for _, mode in reached} == {"------"}, reached
 
 
 def test_what_is_left_when_both_are_killed_goes_with_the_next_run_while_a_living_run_keeps_its_own(

@@ -65,18 +65,32 @@ from unisono import spawn
 from unisono.engines import Local
 
 
-def work(index):
+def work(index, context):
     import beside, queue
+    if context:
+        from torch.utils.data import DataLoader
+        loader = DataLoader(range(4), batch_size=2, num_workers=1, multiprocessing_context=context)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     return beside.__file__, queue.__file__
 
 
 if __name__ == "__main__":
-    print(spawn(work, nprocs=2, backend="cpu", **eval(sys.argv[1])))
+    print(spawn(work, args=(sys.argv[2],), nprocs=2, backend="cpu", **eval(sys.argv[1])))
 """
+ZYGOTE = "dict(start_method='zygote')"
 
 
-@pytest.mark.parametrize("how", ["dict(start_method='zygote')", "dict(start_method='spawn')", "dict(engine=Local(1))"])
-def test_no_process_imports_from_the_directory_in_which_it_is_started(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "context"),
+    [
+        (ZYGOTE, ""),
+        ("dict(start_method='spawn')", ""),
+        ("dict(engine=Local(1))", ""),
+        pytest.param(ZYGOTE, "spawn", marks=pytest.mark.slow),
+        pytest.param(ZYGOTE, "forkserver", marks=pytest.mark.slow),
+    ],
+)
+def test_no_process_imports_from_the_directory_in_which_it_is_started(tmp_path: Path, how: str, context: str) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for directory in (ours, theirs):
         directory.mkdir()
@@ -84,10 +98,12 @@ def test_no_process_imports_from_the_directory_in_which_it_is_started(tmp_path: 
         (theirs / f"{name}.py").write_text("raise SystemExit('the code of another user has run')")
     (ours / "script.py").write_text(FROM_ELSEWHERE)
     for name in ("beside", "queue"):  # where the caller looks first, as before
-        (ours / f"{name}.py").write_text("from _queue import Empty, SimpleQueue\nQueue = SimpleQueue")
+        (ours / f"{name}.py").write_text(
+            "from _queue import Empty, SimpleQueue\nQueue = SimpleQueue\nclass Full(Exception): pass"
+        )
     # `-i` makes an interpreter import readline before anything else.
     done = subprocess.run(
-        [sys.executable, "-i", str(ours / "script.py"), how],
+        [sys.executable, "-i", str(ours / "script.py"), how, context],
         cwd=theirs,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.DEVNULL,
