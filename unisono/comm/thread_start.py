@@ -26,9 +26,9 @@ def check_threads(who: str, uses_processes: bool = False) -> None:
     )[: 1 + uses_processes]:
         if used.__module__ != home:
             raise UnisonoError(
-                f"{who} needs Python's own threads and processes, and {used.__module__} has replaced {name}: what waits "
-                "for them would never end. Run it before that, as before monkey.patch_all(); or in a process that does "
-                "not do it, by subprocess.run([sys.executable, 'train.py'])"
+                f"{who} needs Python's own threads and processes, and {used.__module__} has replaced {name}: what "
+                "waits for them would never end. Run it before that, as before monkey.patch_all(); or in a process "
+                "that does not do it, by subprocess.run([sys.executable, 'train.py'])"
             )
 
 
