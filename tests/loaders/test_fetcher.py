@@ -122,6 +122,23 @@ def test_a_stop_iteration_is_an_error_and_no_end(num_workers, count, where):
     assert ("raise self.make()" if where == "dataset" else "next(iter([]))") in shown
 
 
+class Dropping(Picky):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [index for index in indices if index not in self._bad]
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_a_dataset_that_returns_fewer_samples_than_asked_for_is_told_to_drop_them_in_a_collate_fn(mode: Any) -> None:
+    def body() -> list[int]:
+        with pytest.raises(ValueError, match=r"__getitems__ returned \d samples for \d indices .*in a collate_fn"):
+            list(DeviceLoader(DataLoader(Dropping(12, [5, 7]), 4), split="global"))
+        loader = DeviceLoader(DataLoader(Dropping(12, [5, 7]), 4, collate_fn=torch.tensor), split="global")
+        return [sample for batch in loader for sample in batch[: loader.valid_samples].tolist()]
+
+    found = [sample for each in mode.run(body) for sample in each]
+    assert sorted(found) == [each for each in range(12) if each not in (5, 7)]
+
+
 @WORKERS
 def test_a_batch_may_be_anything(num_workers):
     kinds = [None, 0, "", [], (), {}, False, "text", b"bytes", 1.5]

@@ -206,8 +206,16 @@ def _keep(samples: Any) -> Any:
     [
         (lambda samples: {"text": [str(label) for _, label in _keep(samples)]}, 3),
         (lambda samples: [{"x": x, "boxes": torch.zeros(label, 4)} for x, label in _keep(samples)], None),
-        (lambda samples: tuple(zip(*_keep(samples), strict=True)), None),  # 3 tensors and labels, or 5 rows of 3
-        (lambda samples: tuple(zip(*[(torch.zeros(n, n), n) for _, n in _keep(samples)], strict=True)), None),
+        (lambda samples: tuple(zip(*_keep(samples), strict=True)), 3),  # the labels decide: no fields of 5 rows
+        (lambda samples: tuple(zip(*[(torch.zeros(n, n), n) for _, n in _keep(samples)], strict=True)), 3),
+        (lambda samples: {"images": [x for x, _ in _keep(samples)]}, None),  # 3 images, or 3 fields of 5 rows
+        (lambda samples: {"images": [x for x, _ in samples]}, 4),
+        (lambda samples: {"images": [x for x, _ in _keep(samples)], "labels": ["a", "b", "c"]}, 3),
+        (lambda samples: ([torch.ones(4, 5), torch.ones(4, 5)], torch.ones(4)), 4),
+        (lambda samples: {"views": [torch.ones(4, 5), torch.ones(4, 5)]}, None),  # 2 views, or 2 rows of 4
+        (lambda samples: [object() for _ in samples], 4),
+        (lambda samples: [object() for _ in _keep(samples)], None),  # 3 rows, or 3 fields
+        (lambda samples: (torch.ones(4), torch.ones(9)), None),  # images and boxes
         (lambda samples: tuple(default_collate(_keep(samples)[:2])) * 2, 2),
         (lambda samples: ((torch.ones(4), torch.ones(4)), (torch.ones(4), torch.ones(4))), None),  # 2 rows of 4, or 4
         (lambda samples: _keep(samples), 3),

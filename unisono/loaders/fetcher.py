@@ -150,6 +150,11 @@ class Fetcher:
             except Exception as error:
                 error.add_note(f"while the samples with indices {few(request.indices)} were fetched")
                 raise
+            if self._collate is default_collate and len(samples) != len(request.indices):
+                raise ValueError(
+                    f"the dataset's __getitems__ returned {len(samples)} samples for {len(request.indices)} indices "
+                    f"({few(request.indices)}); drop or add rows in a collate_fn instead"
+                )
         else:
             samples = self._samples(request, is_seeded, begun)
         try:

@@ -8,23 +8,37 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from unisono.errors import StateError
-from unisono.loaders.fetcher import Fetcher, Look, Request, fetches_many, few
-from unisono.loaders.made_rows import Job, Made, RowCounter
+from unisono.loaders.fetcher import Fetcher, Look, Request, few
+from unisono.loaders.made_rows import count_rows
 from unisono.loaders.order import batches_of, epoch_asked_of
 from unisono.loaders.permutation import Permutation
-from unisono.loaders.sharding import IN_ROUND, Claim, Part, Rule, Size, deal, mark_of, rounds
+from unisono.loaders.sharding import IN_ROUND, Claim, Part, Piece, Rule, Size, deal, mark_of, rounds
 from unisono.loaders.sources import LOOKED_AT, Begun, Source, State
 from unisono.loaders.workers import WorkerPool, start_worker
 from unisono.outcome import Outcome
 from unisono.randomness import seed_of, seeded
 
 logger = logging.getLogger(__name__)
+
+
+class Job(NamedTuple):
+    """One piece to load."""
+
+    request: Request
+    claim: Claim
+    position: Any
+
+    def piece(self, batch: Any) -> Piece:
+        return Piece(batch, self.claim, self.position)
+
+
+Made = tuple[Job, Any]  # what was to be loaded, and the batch
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
@@ -59,9 +73,8 @@ class IndexedSource(Source):
         follows = self._batch_sampler if type(self._batch_sampler) not in (BatchSampler, NoneType) else self._sampler
         super().__init__(loader.dataset, own_seed if seed is None else seed, type(follows).__name__)
         self._fetcher = Fetcher(loader)
-        has_own = loader.collate_fn is not default_collate
-        may_differ = loader.batch_sampler is not None and (has_own or fetches_many(loader.dataset))
-        self._counter = partial(RowCounter, has_own, dim) if may_differ else None
+        self._dim = dim
+        self._is_collated = loader.batch_sampler is not None and loader.collate_fn is not default_collate
         self._has_warned = False
         self._is_compared = False  # with the other ranks' loaders
         self._pool: WorkerPool | None = None
@@ -106,8 +119,9 @@ class IndexedSource(Source):
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
             made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed, skips, look)
         made = _with_places(made) if skips else made
-        if self._counter:
-            return Begun(epoch, position, self._counter(rule).count(made))
+        if self._is_collated:
+            collated = ([(job.request.indices, job.piece(batch)) for job, batch in each] for each in made)
+            return Begun(epoch, position, count_rows(collated, self._dim, rule))
         return Begun(epoch, position, ([job.piece(batch) for job, batch in each] for each in made))
 
     def _try_to_fetch(self, request: Request) -> Any:

@@ -7,30 +7,15 @@ as it has rows; where other processes make other batches, their total is summed 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.loaders.fetcher import Listed, Request, few
+from unisono.loaders.fetcher import Listed, few
 from unisono.loaders.sharding import Claim, Piece, Rule
 from unisono.outcome import Outcome
-from unisono.tree import can_cut, children, is_array, is_container, may_list_samples, size_along, take, tensors
-
-
-class Job(NamedTuple):
-    """One piece to load."""
-
-    request: Request
-    claim: Claim
-    position: Any
-
-    def piece(self, batch: Any) -> Piece:
-        return Piece(batch, self.claim, self.position)
-
-
-Made = tuple[Job, Any]  # what was to be loaded, and the batch
+from unisono.tree import can_cut, children, is_container, size_along, take, tensors
 
 
 def unlisted(batch: Any) -> Any:
@@ -40,115 +25,86 @@ def unlisted(batch: Any) -> Any:
 def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
     """The number of rows of a batch that was made of so many samples; None if it may be one or another.
 
-    What a mapping, a dataclass, a tuple or a list holds are fields. All must agree, or most have a row of each sample;
-    if none shows a size, there is a row of each sample. A list of records, or of lists, may hold samples instead.
+    It is the one that all fields may have; or that of the samples, if more than half of the fields have it, or none
+    shows any. A list of alike elements that is not known to hold samples, or fields, must have a row of each sample.
     """
     if type(batch) is Listed and batch.holds_samples:
         return len(batch.batch)
-    if batch is None or (is_container(batch) and not children(batch)):
+    fields = children(unlisted(batch)) if is_container(unlisted(batch)) else [batch]
+    if batch is None or not fields:
         return 0
-    held = children(batch) if type(batch) in (list, tuple) else []
-    batch = unlisted(batch)
-    if held and (may_list_samples(batch) or all(type(each) in (list, tuple) for each in held)):
-        return samples if samples in (len(held), *map(len, held)) else None
-    sizes = Counter(_sizes_in_fields(batch, samples, dim))
-    if type(batch) is list and {*sizes} != {samples} and len({*map(_kind, held)}) == 1:
-        return samples if len(held) == samples and len(sizes) > 1 else None  # of several sizes; or may be fields
-    if len(sizes) > 1:
-        return samples if 2 * sizes[samples] > max(sizes.total(), 3) else None
-    rows = next(iter(sizes), samples)
+    kinds = {(type(each), getattr(each, "dtype", None), getattr(each, "ndim", None)) for each in fields}
+    is_open = type(batch) is list and len(kinds) == 1
+    shown = [each for field in fields for each in _shown(field, samples, dim)]
+    common = set.intersection(*shown) if shown else set() if is_open else {samples}
+    is_most = 2 * shown.count({samples}) > max(len(shown), 3)
+    rows = common.pop() if len(common) == 1 else samples if is_most else None
+    if is_open and rows != samples:
+        return samples if rows is None and len(fields) == samples else None
     # Where a row of each sample lies along the next dimension, `batch_dim=1` may have been left out.
-    is_across = dim == 0 and bool(found := tensors(batch)) and all(size_along(each, 1) == samples for each in found)
-    return None if is_across and rows != samples else rows
+    across = {size_along(each, 1) for each in tensors(batch)} if rows != samples and dim == 0 else set()
+    return None if across == {samples} else rows
 
 
-def _sizes_in_fields(batch: Any, samples: int, dim: int) -> Iterator[int]:
-    """The numbers of rows that fields show: a tensor or an array along `dim`, a list by what it holds of each row."""
-    left = children(batch) if is_container(batch) else [batch]
-    while left:
-        node = left.pop()
-        if (size := size_along(node, dim)) is not None:
-            yield size
-        elif isinstance(node, PackedSequence):
-            yield int(node.batch_sizes[0])
-        elif type(node) in (list, tuple) and node:
-            parts = {size_along(each, dim) for each in node}
-            if None in parts or len(parts) > 1 or len(node) == samples:
-                yield len(node)
-            else:  # fields
-                left.extend(node)
-        elif is_container(node):
-            left.extend(children(node))
+def _shown(field: Any, samples: int, dim: int) -> Iterator[set[int]]:
+    """The numbers of rows that a field may have, and each field within it: a list may hold rows, or fields again."""
+    size = int(field.batch_sizes[0]) if isinstance(field, PackedSequence) else size_along(field, dim)
+    if size is not None:
+        yield {size}
+    elif type(field) in (list, tuple) and field:
+        sizes = {size_along(each, dim) for each in field} if len(field) != samples else {None}
+        yield {len(field), *sizes} - {None} if len(sizes) == 1 else {len(field)}
+    elif is_container(field):
+        for each in children(field):
+            yield from _shown(each, samples, dim)
 
 
-def _kind(node: Any) -> Any:
-    return (node.dtype, node.ndim) if is_array(node) else type(node)
+def count_rows(made: Iterator[list[tuple[Sequence[Any], Piece]]], dim: int, rule: Rule) -> Iterator[list[Piece]]:
+    """The pieces of each round, made by a `collate_fn` of samples with these indices, with the rows that they have;
+    ValueError if their number is not allowed. On several ranks, a batch without any becomes a row that counts not."""
+    is_summed = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
+    counted = ([_counted(*each, dim, rule) for each in pieces] for pieces in made)
+    for pieces in counted if rule.count * rule.shards == 1 else _filled(counted, dim):
+        total = None if is_summed else sum(each.claim.samples for each in pieces)
+        yield [each._replace(claim=each.claim._replace(total=total, is_summed=is_summed)) for each in pieces]
 
 
-class RowCounter:
-    """Counts the rows, along `dim`, of one pass's pieces. `has_own`: a `collate_fn` of the user's makes the batches;
-    else a dataset that fetches many samples at once."""
-
-    def __init__(self, has_own: bool, dim: int, rule: Rule) -> None:
-        self._rule, self._dim = rule, dim
-        self._is_alone = rule.count * rule.shards == 1
-        self._is_apart = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
-        # Datasets that fetch many are common, and lose none: they are not worth a collective in each step.
-        self._is_summed = self._is_apart and has_own
-        self._spare: Piece | None = None  # a row, to be repeated where a batch has none
-
-    def count(self, made: Iterator[list[Made]]) -> Iterator[list[Piece]]:
-        """The pieces of each round, with the rows that they have; ValueError if their number is not allowed. On several
-        ranks, a batch without any becomes a row of another one that does not count."""
-        waiting: list[list[Piece]] = []  # rounds in which a batch has no row, until there is one
-        for jobs in made:
-            waiting.append([self._count(job.request, job.piece(batch)) for job, batch in jobs])
-            if not self._is_alone and self._spare is None:
-                self._spare = next(filter(_has_rows, waiting[-1]), None)
-                if self._spare and can_cut(self._spare.batch, self._dim):
-                    self._spare = Piece(take(self._spare.batch, [0], self._dim), Claim(1, None))
-            if self._is_alone or self._spare is not None:
-                yield from map(self._finish, waiting)
-                waiting = []
-        yield from map(self._finish, waiting)
-
-    def _finish(self, pieces: list[Piece]) -> list[Piece]:
-        if not self._is_alone:
-            pieces = [each if _has_rows(each) else self._fill(each) for each in pieces]
-        if self._is_apart and not self._is_summed:
-            return pieces
-        total = None if self._is_summed else sum(each.claim.samples for each in pieces)
-        return [each._replace(claim=each.claim._replace(total=total, is_summed=self._is_summed)) for each in pieces]
-
-    def _count(self, request: Request, piece: Piece) -> Piece:
-        if type(piece.batch) is Outcome:
-            return piece
-        samples, claim = len(request.indices), piece.claim
-        rows = num_rows(piece.batch, samples, self._dim)
-        piece = piece._replace(batch=unlisted(piece.batch))
-        if rows == samples:
-            return piece
-        if rows is None:
-            counting = int(claim.samples > 0)  # it may only repeat another batch
-            claim = claim._replace(samples=counting, total=1, is_sized=False, is_guess=counting > 0)
-            return piece._replace(claim=claim)
-        what = f"collate_fn returned {rows} rows of {samples} samples ({few(request.indices)})"
-        if self._rule.tail == "pad" or self._rule.fixed_batch_size:
-            raise ValueError(
-                f"{what}, and tail='pad' and fixed_batch_size=True promise batches of one size; let it return one row "
-                "of each sample, or leave these options out"
-            )
-        if self._is_apart and not self._is_summed:
-            raise ValueError(f"{what}, as the dataset's __getitems__ did; drop or add rows in a collate_fn instead")
-        counting = rows if claim.samples else 0
-        return piece._replace(claim=claim._replace(samples=counting, repeated=rows - counting))
-
-    def _fill(self, piece: Piece) -> Piece:
-        if self._spare is None:
-            return piece
-        batch, claim, _ = self._spare
-        return Piece(batch, piece.claim._replace(samples=0, repeated=claim.samples + claim.repeated), piece.position)
+def _counted(indices: Sequence[Any], piece: Piece, dim: int, rule: Rule) -> Piece:
+    rows = len(indices) if type(piece.batch) is Outcome else num_rows(piece.batch, len(indices), dim)
+    claim, piece = piece.claim, piece._replace(batch=unlisted(piece.batch))
+    if rows == len(indices):
+        return piece
+    if rows is None:
+        counting = int(claim.samples > 0)  # it may only repeat another batch
+        return piece._replace(claim=claim._replace(samples=counting, is_sized=False, is_guess=counting > 0))
+    if rule.tail == "pad" or rule.fixed_batch_size:
+        raise ValueError(
+            f"collate_fn returned {rows} rows of {len(indices)} samples ({few(indices)}), and tail='pad' and "
+            "fixed_batch_size=True promise batches of one size; let it return one row of each sample, or leave these "
+            "options out"
+        )
+    counting = rows if claim.samples else 0
+    return piece._replace(claim=claim._replace(samples=counting, repeated=rows - counting))
 
 
-def _has_rows(piece: Piece) -> bool:
-    return piece.claim.samples + piece.claim.repeated > 0
+def _filled(rounds: Iterator[list[Piece]], dim: int) -> Iterator[list[Piece]]:
+    """The rounds; a batch without a row is replaced by a row of another one, the first that has any."""
+    spare: Piece | None = None
+    waiting: list[list[Piece]] = []
+    for pieces in rounds:
+        waiting.append(pieces)
+        if spare is None and (spare := next(filter(_rows_of, pieces), None)) and can_cut(spare.batch, dim):
+            spare = Piece(take(spare.batch, [0], dim), Claim(1, None))
+        if spare is not None:
+            for each in waiting:
+                yield [piece if _rows_of(piece) else _repeated(spare, piece) for piece in each]
+            waiting.clear()
+    yield from waiting
+
+
+def _repeated(spare: Piece, piece: Piece) -> Piece:
+    return spare._replace(claim=piece.claim._replace(repeated=_rows_of(spare)), position=piece.position)
+
+
+def _rows_of(piece: Piece) -> int:
+    return piece.claim.samples + piece.claim.repeated
