@@ -360,13 +360,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Args:
             values: a tensor, or any nesting of tensors, with one row per sample of a batch; rows that repeat samples
                 (padding) are left out. A tensor of the batch itself, or an output of a prepared model, identifies its
-                batch. Otherwise the number of rows does: they are of the batch that this rank received last, of a whole
-                loop, or of the last few batches together.
-            valid_samples: for rows that do not come from batches: how many of them count, from the front.
+                batch. Others with as many rows are of the batch that this rank received last.
+            valid_samples: for rows that do not come from one batch: how many of them count, from the front.
 
         Raises:
-            ValueError: the number of rows matches no recent batches; or it matches several, of which different rows
-                count.
+            ValueError: some batch has repeated samples, and it is unknown which rows of the values do; or they are of
+                several batches, of which different rows count.
             TypeError: as for `unisono.all_gather_samples`.
             CollectiveMismatchError: the ranks received these batches in different rounds; or they make different calls.
         """

@@ -61,7 +61,7 @@ class Batch:
     ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
         self.rows, self.dealt = samples + repeated if is_sized else None, dealt
-        self.number, self.at = loop.rows.num_batches, next(_clock)
+        self.number, self.at = loop.num_batches, next(_clock)
         self.is_summed, self.is_guess, self.is_used = is_summed, is_guess, False
 
     @property
@@ -86,35 +86,6 @@ class Batch:
         return self.number == loop.num_batches and (loop.ends_here() if loop.is_open else loop.is_exhausted)
 
 
-class LoopRows:
-    """The rows of one loop's batches, and which of them count for a metric.
-
-    Attributes:
-        num_batches, num_rows: the numbers of batches delivered, and of their rows.
-        repeated: the ranges of rows that repeat samples, and do not count.
-        gathered: the number of the last batch of which a metric was gathered.
-        is_sized: whether the number of rows of every batch is known.
-    """
-
-    def __init__(self) -> None:
-        self.num_batches = self.num_rows = self.gathered = 0
-        self.repeated: list[tuple[int, int]] = []
-        self.is_sized = True
-
-    def count(self, samples: int, rows: int | None) -> None:
-        """Note a delivered batch: the number of its samples, which come first, and of all its rows, if known."""
-        self.is_sized = self.is_sized and rows is not None
-        self.num_batches += 1
-        self.num_rows += samples if rows is None else rows
-        if rows is not None and rows > samples:
-            self.repeated.append((self.num_rows - (rows - samples), self.num_rows))
-
-    def stretches(self) -> list[tuple[int, int]]:
-        """The ranges of rows that count."""
-        ends = [0, *(place for part in self.repeated for place in part), self.num_rows]
-        return list(zip(ends[::2], ends[1::2], strict=True))
-
-
 class Loop:
     """One loop over a loader: the batches that it has delivered to this rank.
 
@@ -124,6 +95,10 @@ class Loop:
             loader has no length.
         tail: returns n and N of a rank that has an uneven part of the last round; None if there is none, or it is not
             known before.
+        num_batches, num_rows: the numbers of batches delivered, and of their rows.
+        has_repeated: whether some of the rows repeat samples, and do not count.
+        is_sized: whether the number of rows of every batch is known.
+        gathered: the number of the last batch of which a metric was gathered.
         is_evaluation: whether all batches were delivered with gradients disabled.
         is_exhausted: whether it has ended with its last batch.
         num_used: the number of batches that passes with gradients were computed from.
@@ -140,10 +115,9 @@ class Loop:
         tail: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
         self.ends_here, self.lengths, self.tail = ends_here, lengths, tail
-        self.rows = LoopRows()
-        self.is_evaluation = self.is_open = True
-        self.is_exhausted = self.begins_ahead = self.lags = False
-        self.num_used = self.num_met = 0
+        self.is_evaluation = self.is_open = self.is_sized = True
+        self.is_exhausted = self.begins_ahead = self.lags = self.has_repeated = False
+        self.num_batches = self.num_rows = self.gathered = self.num_used = self.num_met = 0
         self.last: Batch | Any = None
         self.kinds: dict[Any, Batch] = {}
 
@@ -151,11 +125,6 @@ class Loop:
     def is_trained(self) -> bool:
         """Whether a batch was delivered with gradients enabled, or a pass with gradients was computed from one."""
         return not self.is_evaluation or self.num_used > 0
-
-    @property
-    def num_batches(self) -> int:
-        """The number of batches delivered."""
-        return self.rows.num_batches
 
     @property
     def mark(self) -> int:
@@ -204,8 +173,10 @@ class Deliveries:
         """Register a batch that is being delivered, in the loop's thread: tensors in any nesting, and what it counts,
         as for `Batch`."""
         batch = Batch(loop, *claim, **others)
-        loop.rows.count(batch.samples, batch.rows)
-        batch.number = loop.rows.num_batches
+        loop.num_batches = batch.number = loop.num_batches + 1
+        loop.num_rows += batch.samples if batch.rows is None else batch.rows
+        loop.has_repeated = loop.has_repeated or batch.rows not in (None, batch.samples)
+        loop.is_sized = loop.is_sized and batch.rows is not None
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
         loop.kinds.setdefault((batch.samples, batch.total, batch.rows), batch)
         loop.last = batch

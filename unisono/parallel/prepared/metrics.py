@@ -1,10 +1,9 @@
-"""The rows of a tensor that count for a metric, if its rows are the samples of batches that a loop has received; and
+"""The rows of a tensor that count for a metric, if its rows are the samples of a batch that a loop has received; and
 metrics of torchmetrics, which gather over the ranks.
 
-The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`); one such tensor
-identifies the batch of the structure that contains it. Tensors computed from them (an argmax, a concatenation) are of
-the batch that was delivered last, if those before it were gathered, or of all batches of its loop, if they have that
-many rows. Where no batch has repeated a sample, all rows count, whatever they are. It is an error otherwise.
+Values are of the batch whose memory one of them shares, labels or outputs of prepared models (`deliveries.py`). Those
+computed from them (an argmax) are of the batch that was delivered last, if they have its rows and those before it were
+gathered. Where no batch has repeated a sample, all rows count, whatever they are. It is an error otherwise.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ from unisono.parallel.means import Mean
 from unisono.parallel.strategies.sharded import loaded_class
 from unisono.storages import StorageMap
 from unisono.timeline import REDUCE
-from unisono.tree import tensors, tree_map
+from unisono.tree import tensors
 from unisono.world import World
-
-Stretches = Sequence[tuple[int, int]]
-"""Ranges of rows, to slice them on their device: a list of indices would have to be copied there, with a sync."""
 
 
 class NoSuchBatchError(ValueError):
@@ -38,9 +34,9 @@ def gather_rows(values: Any, valid_samples: int | None, world: World) -> Any:
     """As `Accelerator.gather_for_metrics`."""
     check_samples(values, num_rows(values) if valid_samples is None else valid_samples, 0)
     announce_structure("gather_for_metrics", values, world)
-    kept, count = valid_rows(values, valid_samples, world)
+    count = _num_valid(values, world) if valid_samples is None else valid_samples
     with torch.no_grad(), world.timeline.loop().span(REDUCE):
-        gathered = gather_samples(kept, count, 0, world.comm.all_gather, world)
+        gathered = gather_samples(values, count, 0, world.comm.all_gather, world)
     for each in tensors(gathered) if world.world_size > 1 else ():
         world.state.part(_Gathered).note(each, True)
     return gathered
@@ -50,34 +46,21 @@ class _Gathered(StorageMap[bool]):
     """The memory of rows of all ranks."""
 
 
-def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[Any, int]:
-    """Return the rows that count, and their number. A small collective, unless `valid_samples` gives the number.
-
-    Args:
-        values: a tensor, or a nesting of tensors, with samples along dim 0.
-        valid_samples: the number of leading rows that count; `values` are then returned unchanged.
-
-    Raises:
-        ValueError: on all ranks: the values belong to batches of which different rows count; or it is unknown which of
-            them count; or the tensors differ in their number of rows.
-        TypeError: a value is not a tensor with rows.
-        CollectiveMismatchError: the ranks received those batches in different rounds.
-    """
-    if valid_samples is not None:
-        return values, valid_samples
+def _num_valid(values: Any, world: World) -> int:
+    """How many rows count, from the front. A small collective; on all ranks, ValueError where it is unknown on one, and
+    CollectiveMismatchError if they received the batches in different rounds."""
     count, deliveries = num_rows(values), world.state.deliveries
-    known = deliveries.find_rows(values, count)
     recent = [each for each in deliveries.recent() if each.last]
-    newest = recent[0] if recent else Loop()
-    counts = {batch.samples for batch in known}
-    ways = _ways(count, recent)
-    mark = known[0].mark if known else 0
-    matches = any(count in (each.last.rows, each.rows.num_rows) for each in recent)
+    loops = [*recent[:1], *(each for each in recent[1:] if each.is_open or not each.gathered)]
+    newest = loops[0] if loops else Loop()
+    known = deliveries.find_rows(values, count) or ([newest.last] if _are_of_last(count, loops) else [])
+    counts, mark = {batch.samples for batch in known}, known[0].mark if known else 0
+    matches = any(count in (each.last.rows, each.num_rows) for each in recent)
+    all_count = bool(loops) and not any(each.has_repeated for each in loops)
     # One reduction: the least of each, and the greatest of those sent negated.
-    sent = [min(len(counts), 1), -len(counts), newest.rows.is_sized, mark, -mark, newest.mark, -newest.mark, -matches]
-    sent += [each is not None for each in ways]
-    least, most, is_sized, first, last, first_new, last_new, is_near, *found = world.comm.all_reduce(
-        torch.tensor([int(each) for each in sent], device=HOST), "min"
+    sent = [min(len(counts), 1), -len(counts), newest.is_sized, mark, -mark, newest.mark, -newest.mark]
+    least, most, is_sized, first, last, first_new, last_new, may_all, is_near = world.comm.all_reduce(
+        torch.tensor([int(each) for each in (*sent, all_count, -matches)], device=HOST), "min"
     ).tolist()
     if most < -1:
         raise ValueError(
@@ -87,60 +70,39 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     if least:
         _check_rounds(first == -last, world)
         for batch in known:
-            batch.loop.rows.gathered = max(batch.loop.rows.gathered, batch.number)
-        return _cut(values, [(0, known[0].samples)], count)
-    if not is_sized:
-        if world.world_size == 1:
-            return values, count
+            batch.loop.gathered = max(batch.loop.gathered, batch.number)
+        return known[0].samples
+    if not is_sized and world.world_size > 1:
         raise ValueError(
             f"values with {count} samples: the batches of this loop do not say how many samples they hold (objects, "
             "packed sequences, lists of samples), on this rank or another, so it is unknown which of them count; pass "
             "valid_samples, len(batch) for example, and 0 where loader.valid_samples is 0; or let the loader give "
             "tensors with the samples along their first dimension"
         )
-    way = next((way for way, is_open in zip(ways, found, strict=True) if is_open), None)
-    if way is None:
+    if is_sized and not may_all:
         raise (ValueError if is_near else NoSuchBatchError)(
             f"it is unknown which of these {count} samples count: "
-            + ("some batch has repeated samples, on this rank or another" if recent else "no prepared loader has read")
+            + ("some batch has repeated samples, on this rank or another" if loops else "no prepared loader has read")
             + "; gather each batch in its turn, with labels as a prepared loader has delivered them or outputs of a "
-            "prepared model, which identify it, or pass valid_samples"
+            "prepared model, which identify it; or keep the first loader.valid_samples rows of each batch, and pass "
+            "valid_samples, the number of those kept"
         )
     _check_rounds(first_new == -last_new, world)
-    if way is not ways[-1]:
-        newest.rows.gathered = newest.num_batches
-    return _cut(values, way, count)
+    return count
 
 
-def _ways(count: int, recent: Sequence[Loop]) -> list[Stretches | None]:
-    """The rows that count if they are those of the last batch; of the whole last loop; or of any batches, none of which
-    repeats a sample. None where that cannot be."""
-    if not recent:
-        return [None] * 3
-    newest, *others = recent
-    others = [each for each in others if each.is_open or not each.rows.gathered]
-    last = [(0, newest.last.samples)] if newest.last.rows == count else None
-    whole = newest.rows.stretches() if newest.rows.num_rows == count else None
-    if any(each.rows.repeated and _may_have(each, count, newest) for each in others):
-        last = whole = None
-    if newest.rows.gathered < newest.num_batches - 1:  # it may be one of those that are left
-        last = None
-    return [last, whole, None if any(each.rows.repeated for each in (newest, *others)) else [(0, count)]]
-
-
-def _may_have(other: Loop, count: int, newest: Loop) -> bool:
-    """Whether the values may be of this loop: one that has ended, or is open beside the newest, for the same end."""
-    if not other.is_open:
-        return other.rows.num_rows == count
-    return other.is_evaluation == newest.is_evaluation and count in (other.rows.num_rows, other.last.rows)
-
-
-def _cut(values: Any, stretches: Stretches, count: int) -> tuple[Any, int]:
-    """These rows, of `count`, and their number."""
-    if list(stretches) == [(0, count)]:
-        return values, count
-    cut = tree_map(lambda leaf: torch.cat([leaf[start:stop] for start, stop in stretches]), values)
-    return cut, sum(stop - start for start, stop in stretches)
+def _are_of_last(count: int, loops: Sequence[Loop]) -> bool:
+    """Whether computed values of so many rows are of the batch that was delivered last: not of an earlier one, nor of
+    another loop that counts otherwise, one that has ended, or is open beside this one, for the same end."""
+    if not loops or loops[0].last.rows != count or loops[0].gathered < loops[0].num_batches - 1:
+        return False
+    newest, *others = loops
+    return not any(
+        each.has_repeated
+        and (not each.is_open or each.is_evaluation == newest.is_evaluation)
+        and (count == each.num_rows or (each.is_open and count == each.last.rows))
+        for each in others
+    )
 
 
 def _check_rounds(are_same: bool, world: World) -> None:
