@@ -79,6 +79,10 @@ class Batch:
         """The number of its rows that count, and of all its rows."""
         return self.samples, self.rows
 
+    def note_metric(self) -> None:
+        """Note that a metric was taken of it."""
+        self.loop.gathered = self.number if self is self.loop.last else 0  # where batches are drawn ahead
+
     def is_last(self) -> bool:
         """Whether it ends its loop; a loop that was left has no last batch. May wait until the loader knows; then all
         ranks must call it."""
@@ -98,7 +102,7 @@ class Loop:
         num_batches, num_rows: the numbers of batches delivered, and of their rows.
         has_repeated: whether some of the rows repeat samples, and do not count.
         is_sized: whether the number of rows of every batch is known.
-        gathered: the number of the last batch of which a metric was gathered.
+        gathered: the number of the batch of which a metric was taken last; 0 if a later one had been delivered.
         is_evaluation: whether all batches were delivered with gradients disabled.
         is_exhausted: whether it has ended with its last batch.
         num_used: the number of batches that passes with gradients were computed from.

@@ -6,13 +6,14 @@ the process's random generators for each sample; in the parent the training loop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, default_collate
 
+from unisono.loaders.made_rows import collated
 from unisono.loaders.packing import Packed
 from unisono.loaders.sharding import fingerprint
 from unisono.outcome import Outcome
@@ -39,33 +40,14 @@ class Look(NamedTuple):
     request: Request
 
 
-class Listed(NamedTuple):
-    """A list that a `collate_fn` has returned, where the samples show what it holds: themselves, or fields."""
-
-    batch: list[Any]
-    holds_samples: bool
-
-
-def collated(collate: Callable[[Any], Any], samples: Any) -> Any:
-    """The batch that a `collate_fn` makes of samples, as a `Listed` where these show what its list holds."""
-    batch = collate(samples)
-    if collate is default_collate or type(batch) is not list or type(samples) is not list or not batch:
-        return batch
-    own = {*map(id, samples)}
-    if all(id(each) in own for each in batch):
-        return Listed(batch, True)
-    # Of each field an element; samples, made anew, would be as many by accident.
-    fields = {len(each) if isinstance(each, tuple | list) else None for each in samples if each is not None}
-    return Listed(batch, False) if fields == {len(batch)} and len(samples) != len(batch) else batch
-
-
 class Fetcher:
-    """Makes batches of a map-style dataset. With batch_size=None a request is for one sample, passed to collate_fn. It
-    is the dataset that a loader worker sees, which maps a request to the packed batch, or to the error."""
+    """Makes batches of a map-style dataset, `Collated` ones by a `collate_fn` of the user's. With batch_size=None a
+    request is for one sample, passed to collate_fn. It is the dataset that a loader worker sees, which maps a request
+    to the packed batch, or to the error."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], dim: int = 0) -> None:
         dataset: Any = loader.dataset
-        self._dataset, self._collate = dataset, loader.collate_fn
+        self._dataset, self._collate, self._dim = dataset, loader.collate_fn, dim
         self._is_batched, self._has_rows = loader.batch_sampler is not None, has_rows(loader)
         self._fetch_many = dataset.__getitems__ if fetches_many(dataset) else None
         self._set_epoch: Any = getattr(dataset, "set_epoch", None)
@@ -158,7 +140,9 @@ class Fetcher:
         else:
             samples = self._samples(request, is_seeded, begun)
         try:
-            return collated(self._collate, samples)
+            if self._collate is default_collate:
+                return self._collate(samples)
+            return collated(self._collate, samples, len(request.indices), self._dim)
         except Exception as error:
             error.add_note(f"while the samples with indices {few(request.indices)} were collated")
             raise

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Look, Request, few
-from unisono.loaders.made_rows import count_rows
+from unisono.loaders.made_rows import Collated
 from unisono.loaders.order import batches_of, epoch_asked_of
 from unisono.loaders.permutation import Permutation
 from unisono.loaders.sharding import IN_ROUND, Claim, Part, Piece, Rule, Size, deal, mark_of, rounds
@@ -23,6 +23,7 @@ from unisono.loaders.sources import LOOKED_AT, Begun, Source, State
 from unisono.loaders.workers import WorkerPool, start_worker
 from unisono.outcome import Outcome
 from unisono.randomness import seed_of, seeded
+from unisono.tree import can_cut, take
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class IndexedSource(Source):
         own_seed = generator.initial_seed() if has_seed else 0
         follows = self._batch_sampler if type(self._batch_sampler) not in (BatchSampler, NoneType) else self._sampler
         super().__init__(loader.dataset, own_seed if seed is None else seed, type(follows).__name__)
-        self._fetcher = Fetcher(loader)
+        self._fetcher = Fetcher(loader, dim)
         self._dim = dim
         self._is_collated = loader.batch_sampler is not None and loader.collate_fn is not default_collate
         self._has_warned = False
@@ -120,8 +121,7 @@ class IndexedSource(Source):
             made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed, skips, look)
         made = _with_places(made) if skips else made
         if self._is_collated:
-            collated = ([(job.request.indices, job.piece(batch)) for job, batch in each] for each in made)
-            return Begun(epoch, position, count_rows(collated, self._dim, rule))
+            return Begun(epoch, position, _count_rows(made, self._dim, rule))
         return Begun(epoch, position, ([job.piece(batch) for job, batch in each] for each in made))
 
     def _try_to_fetch(self, request: Request) -> Any:
@@ -202,6 +202,58 @@ def _jobs(
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
+
+
+def _count_rows(made: Iterator[list[Made]], dim: int, rule: Rule) -> Iterator[list[Piece]]:
+    """The pieces of each round, which a `collate_fn` has made, with the rows that they have; ValueError if their number
+    is not allowed. On several ranks, a batch without any becomes a row that does not count."""
+    is_summed = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
+    counted = ([_counted(job, batch, rule) for job, batch in each] for each in made)
+    for pieces in counted if rule.count * rule.shards == 1 else _filled(counted, dim):
+        total = None if is_summed else sum(each.claim.samples for each in pieces)
+        yield [each._replace(claim=each.claim._replace(total=total, is_summed=is_summed)) for each in pieces]
+
+
+def _counted(job: Job, made: Any, rule: Rule) -> Piece:
+    if type(made) is not Collated:  # a failure
+        return job.piece(made)
+    piece, claim, rows, indices = job.piece(made.batch), job.claim, made.rows, job.request.indices
+    if rows == len(indices):
+        return piece
+    if rows is None:
+        counting = int(claim.samples > 0)  # it may only repeat another batch
+        return piece._replace(claim=claim._replace(samples=counting, is_sized=False, is_guess=counting > 0))
+    if rule.tail == "pad" or rule.fixed_batch_size:
+        raise ValueError(
+            f"collate_fn returned {rows} rows of {len(indices)} samples ({few(indices)}), and tail='pad' and "
+            "fixed_batch_size=True promise batches of one size; let it return one row of each sample, or leave these "
+            "options out"
+        )
+    counting = rows if claim.samples else 0
+    return piece._replace(claim=claim._replace(samples=counting, repeated=rows - counting))
+
+
+def _filled(rounds: Iterator[list[Piece]], dim: int) -> Iterator[list[Piece]]:
+    """The rounds; a batch without a row is replaced by a row of another one, the first that has any."""
+    spare: Piece | None = None
+    waiting: list[list[Piece]] = []
+    for pieces in rounds:
+        waiting.append(pieces)
+        if spare is None and (spare := next(filter(_rows_of, pieces), None)) and can_cut(spare.batch, dim):
+            spare = Piece(take(spare.batch, [0], dim), Claim(1, None))
+        if spare is not None:
+            for each in waiting:
+                yield [piece if _rows_of(piece) else _repeated(spare, piece) for piece in each]
+            waiting.clear()
+    yield from waiting
+
+
+def _repeated(spare: Piece, piece: Piece) -> Piece:
+    return spare._replace(claim=piece.claim._replace(repeated=_rows_of(spare)), position=piece.position)
+
+
+def _rows_of(piece: Piece) -> int:
+    return piece.claim.samples + piece.claim.repeated
 
 
 def _with_places(made: Iterator[list[Made]]) -> Iterator[list[Made]]:

@@ -1,40 +1,51 @@
 """Rows that a `collate_fn` has made: it may drop samples, or make several rows of one. A batch counts as many samples
 as it has rows; where other processes make other batches, their total is summed when a pass claims it
 (`parallel/claims.py`). Positions in the epoch count samples.
-
-*Threads:* the reader's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import default_collate
 
-from unisono.loaders.fetcher import Listed, few
-from unisono.loaders.sharding import Claim, Piece, Rule
-from unisono.outcome import Outcome
-from unisono.tree import can_cut, children, is_container, size_along, take, tensors
+from unisono.tree import children, is_container, size_along, tensors
 
 
-def unlisted(batch: Any) -> Any:
-    return batch.batch if type(batch) is Listed else batch
+class Collated(NamedTuple):
+    """A batch, and its number of rows; None if it may be one or another."""
+
+    batch: Any
+    rows: int | None
 
 
-def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
-    """The number of rows of a batch that was made of so many samples; None if it may be one or another.
+def collated(collate: Callable[[Any], Any], samples: Any, count: int, dim: int) -> Collated:
+    """The batch that a `collate_fn` makes of so many samples. It has the number of rows that all fields may have; or
+    that of the samples, if more than half of the fields have it, or none shows any. A list holds samples, or a field of
+    each; where neither is known, it must have a row of each sample."""
+    batch = collate(samples)
+    if collate is default_collate:
+        return Collated(batch, count)
+    is_open = type(batch) is list and bool(batch)
+    if is_open and type(samples) is list:
+        own = {*map(id, samples)}
+        if own.issuperset(map(id, batch)):
+            return Collated(batch, len(batch))
+        # Samples made anew would be as many as their fields by accident.
+        numbers = {len(each) if isinstance(each, tuple | list) else None for each in samples if each is not None}
+        is_open = numbers != {len(batch)} or count == len(batch)
+    return Collated(batch, num_rows(batch, count, dim, is_open))
 
-    It is the one that all fields may have; or that of the samples, if more than half of the fields have it, or none
-    shows any. A list of alike elements that is not known to hold samples, or fields, must have a row of each sample.
-    """
-    if type(batch) is Listed and batch.holds_samples:
-        return len(batch.batch)
-    fields = children(unlisted(batch)) if is_container(unlisted(batch)) else [batch]
+
+def num_rows(batch: Any, samples: int, dim: int, is_open: bool) -> int | None:
+    """The number of rows of a batch made of so many samples; if `is_open`, it is a list of samples, or of fields."""
+    fields = children(batch) if is_container(batch) else [batch]
     if batch is None or not fields:
         return 0
     kinds = {(type(each), getattr(each, "dtype", None), getattr(each, "ndim", None)) for each in fields}
-    is_open = type(batch) is list and len(kinds) == 1
+    is_open = is_open and len(kinds) == 1
     shown = [each for field in fields for each in _shown(field, samples, dim)]
     common = set.intersection(*shown) if shown else set() if is_open else {samples}
     is_most = 2 * shown.count({samples}) > max(len(shown), 3)
@@ -57,54 +68,3 @@ def _shown(field: Any, samples: int, dim: int) -> Iterator[set[int]]:
     elif is_container(field):
         for each in children(field):
             yield from _shown(each, samples, dim)
-
-
-def count_rows(made: Iterator[list[tuple[Sequence[Any], Piece]]], dim: int, rule: Rule) -> Iterator[list[Piece]]:
-    """The pieces of each round, made by a `collate_fn` of samples with these indices, with the rows that they have;
-    ValueError if their number is not allowed. On several ranks, a batch without any becomes a row that counts not."""
-    is_summed = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
-    counted = ([_counted(*each, dim, rule) for each in pieces] for pieces in made)
-    for pieces in counted if rule.count * rule.shards == 1 else _filled(counted, dim):
-        total = None if is_summed else sum(each.claim.samples for each in pieces)
-        yield [each._replace(claim=each.claim._replace(total=total, is_summed=is_summed)) for each in pieces]
-
-
-def _counted(indices: Sequence[Any], piece: Piece, dim: int, rule: Rule) -> Piece:
-    rows = len(indices) if type(piece.batch) is Outcome else num_rows(piece.batch, len(indices), dim)
-    claim, piece = piece.claim, piece._replace(batch=unlisted(piece.batch))
-    if rows == len(indices):
-        return piece
-    if rows is None:
-        counting = int(claim.samples > 0)  # it may only repeat another batch
-        return piece._replace(claim=claim._replace(samples=counting, is_sized=False, is_guess=counting > 0))
-    if rule.tail == "pad" or rule.fixed_batch_size:
-        raise ValueError(
-            f"collate_fn returned {rows} rows of {len(indices)} samples ({few(indices)}), and tail='pad' and "
-            "fixed_batch_size=True promise batches of one size; let it return one row of each sample, or leave these "
-            "options out"
-        )
-    counting = rows if claim.samples else 0
-    return piece._replace(claim=claim._replace(samples=counting, repeated=rows - counting))
-
-
-def _filled(rounds: Iterator[list[Piece]], dim: int) -> Iterator[list[Piece]]:
-    """The rounds; a batch without a row is replaced by a row of another one, the first that has any."""
-    spare: Piece | None = None
-    waiting: list[list[Piece]] = []
-    for pieces in rounds:
-        waiting.append(pieces)
-        if spare is None and (spare := next(filter(_rows_of, pieces), None)) and can_cut(spare.batch, dim):
-            spare = Piece(take(spare.batch, [0], dim), Claim(1, None))
-        if spare is not None:
-            for each in waiting:
-                yield [piece if _rows_of(piece) else _repeated(spare, piece) for piece in each]
-            waiting.clear()
-    yield from waiting
-
-
-def _repeated(spare: Piece, piece: Piece) -> Piece:
-    return spare._replace(claim=piece.claim._replace(repeated=_rows_of(spare)), position=piece.position)
-
-
-def _rows_of(piece: Piece) -> int:
-    return piece.claim.samples + piece.claim.repeated

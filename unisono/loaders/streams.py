@@ -35,9 +35,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono.errors import StateError
 from unisono.loaders.comparison import has_parts
-from unisono.loaders.fetcher import collated
 from unisono.loaders.lockstep import Cutter, Position, Read, StreamPosition, StreamProgress
-from unisono.loaders.made_rows import num_rows, unlisted
+from unisono.loaders.made_rows import collated
 from unisono.loaders.packing import Packed
 from unisono.loaders.sharding import Rule, check_sizes_known, fingerprint, glimpse, mark_of, measure
 from unisono.loaders.sources import LOOKED_AT, Begun, Loaded, Source, State, is_stateful, rounds_of_loaded
@@ -272,8 +271,7 @@ class PartReader(IterableDataset[Packed]):
                 if self.size is None:
                     yield self.collate(chunk[0]), None, part.read()
                 elif len(chunk) == self.size or not self.drop_last:
-                    batch = collated(self.collate, chunk)
-                    yield unlisted(batch), num_rows(batch, len(chunk), self.dim), part.read()
+                    yield *collated(self.collate, chunk, len(chunk), self.dim), part.read()
         except Exception as error:
             error.add_note(f"after {part.seen[0][0]} samples of the stream that part {part.number} reads")
             raise

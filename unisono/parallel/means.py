@@ -163,7 +163,8 @@ def _count_rows(of: Any, world: World) -> tuple[int, int]:
             f"of={of!r} is neither tensors of the batch, with a row for each sample, nor a number of samples"
         ) from None
     deliveries = world.state.deliveries
-    samples = {batch.samples for batch in deliveries.find_rows(of, rows)}
+    found = deliveries.find_rows(of, rows)
+    samples = {batch.samples for batch in found}
     if not samples and deliveries.recent():
         raise ValueError(
             f"of= holds {rows} rows that are no batch's of a loader of this package; prepare(loader), and pass the "
@@ -171,4 +172,6 @@ def _count_rows(of: Any, world: World) -> tuple[int, int]:
         )
     if len(samples) > 1:
         raise ValueError("of= holds tensors of several batches that count differently; pass those of one")
+    for batch in found:
+        batch.note_metric()
     return rows, samples.pop() if samples else rows

@@ -80,6 +80,34 @@ def test_every_sample_comes_once_in_every_order_of_calls(count, batch, mode, tai
         check_all_orders(mode, count, batch, tail)
 
 
+def test_computed_values_that_may_be_of_another_loop_or_batch_are_an_error():
+    def body():
+        accelerator = Accelerator()
+        uneven, short, even, large = (
+            accelerator.prepare(DeviceLoader(numbers(*size), tail="pad")) for size in ((11, 3), (5, 2), (12, 3), (8, 4))
+        )
+
+        def is_unknown(values):
+            with pytest.raises(ValueError, match=UNKNOWN):
+                accelerator.gather_for_metrics(values)
+
+        with torch.no_grad():
+            whole = torch.cat(list(short))
+            for _ in large:
+                is_unknown(whole)
+            for one, other in zip(uneven, even, strict=True):
+                accelerator.gather_for_metrics(other)
+                last = one
+            is_unknown(last + 0)
+            found = accelerator.gather_for_metrics(last)
+            drawn = list(uneven)
+            assert len(accelerator.gather_for_metrics(drawn[0])) == 6
+            is_unknown(drawn[0] + 0)
+        return found.tolist(), accelerator.gather_for_metrics(last + 0, valid_samples=2).tolist()
+
+    assert THREADS_2.run(body) == [([6, 7, 8, 9, 10], [6, 7, 9, 10])] * 2
+
+
 def check_all_orders(mode, count, batch, tail):
     def body():
         accelerator = Accelerator()
@@ -89,6 +117,8 @@ def check_all_orders(mode, count, batch, tail):
     for found in mode.run(body):
         assert found[: len(KNOWN)] == [list(range(count))] * len(KNOWN)
         assert all(each == list(range(count)) or each.startswith(UNKNOWN) for each in found[len(KNOWN) :])
+        if count % (batch * mode.ranks) == 0:  # the first of these is known as well
+            assert found[len(KNOWN)] == list(range(count))
 
 
 @pytest.mark.any_family

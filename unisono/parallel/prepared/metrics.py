@@ -70,7 +70,7 @@ def _num_valid(values: Any, world: World) -> int:
     if least:
         _check_rounds(first == -last, world)
         for batch in known:
-            batch.loop.gathered = max(batch.loop.gathered, batch.number)
+            batch.note_metric()
         return known[0].samples
     if not is_sized and world.world_size > 1:
         raise ValueError(
@@ -92,16 +92,14 @@ def _num_valid(values: Any, world: World) -> int:
 
 
 def _are_of_last(count: int, loops: Sequence[Loop]) -> bool:
-    """Whether computed values of so many rows are of the batch that was delivered last: not of an earlier one, nor of
-    another loop that counts otherwise, one that has ended, or is open beside this one, for the same end."""
+    """Whether computed values of so many rows can only be of the batch that was delivered last: not of one before it,
+    nor of another loop that repeats samples, all of it or, if it is for the same end, its last batch."""
     if not loops or loops[0].last.rows != count or loops[0].gathered < loops[0].num_batches - 1:
         return False
-    newest, *others = loops
     return not any(
-        each.has_repeated
-        and (not each.is_open or each.is_evaluation == newest.is_evaluation)
-        and (count == each.num_rows or (each.is_open and count == each.last.rows))
-        for each in others
+        count == each.num_rows or (count == each.last.rows and each.is_evaluation == loops[0].is_evaluation)
+        for each in loops[1:]
+        if each.has_repeated
     )
 
 
