@@ -225,19 +225,17 @@ class Deliveries:
 
     def find_rows(self, values: Any, rows: int) -> list[Batch]:
         """The batches of `rows` rows whose memory the tensors share, if that determines which of the rows count."""
-        found = {
-            batches[-1]: None
-            for batches in self._batches_in(values)
-            if batches[-1].rows == rows and len({each.counted for each in batches}) == 1
-        }
-        return list(found)
+        return [each for each in self._certain_in(values) if each.rows == rows]
 
     def know_computed(self, inputs: Any, outputs: Any) -> None:
         """Register outputs, computed without gradients, for the one batch that the inputs lie in, to know its rows."""
-        known = self._batches_in(inputs)
-        batches = {batches[-1] for batches in known if len({each.counted for each in batches}) == 1}
-        if len(batches) == 1:
+        if len(batches := self._certain_in(inputs)) == 1:
             self.know(tensors(outputs), *batches)
+
+    def _certain_in(self, values: Any) -> dict[Batch, None]:
+        """The batches whose memory tensors share, except where several count differently."""
+        known = self._batches_in(values)
+        return dict.fromkeys(each[-1] for each in known if len({batch.counted for batch in each}) == 1)
 
     def _batches_in(self, values: Any) -> list[list[Batch]]:
         """For each tensor that shares memory with batches: these batches."""
