@@ -13,7 +13,7 @@ from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, scal
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono import Accelerator, DeviceLoader, SampleGenerator
+from unisono import Accelerator, DeviceLoader, Mean, SampleGenerator
 from unisono.world import solo_world, use_world
 
 MODES = [SOLO, THREADS_2, THREADS_3, THREADS_4, PROCESSES_2]
@@ -106,6 +106,18 @@ def test_computed_values_that_may_be_of_another_loop_or_batch_are_an_error():
         return found.tolist(), accelerator.gather_for_metrics(last + 0, valid_samples=2).tolist()
 
     assert THREADS_2.run(body) == [([6, 7, 8, 9, 10], [6, 7, 9, 10])] * 2
+
+
+def test_a_loop_of_which_a_mean_was_taken_makes_the_next_one_not_doubtful():
+    def body():
+        accelerator, mean = Accelerator(), Mean()
+        first, second = (accelerator.prepare(DeviceLoader(numbers(11, 3), tail="pad")) for _ in range(2))
+        with torch.no_grad():
+            for batch in first:
+                mean.update(batch.float(), batch)
+            return mean.compute(), in_order([accelerator.gather_for_metrics(batch + 0) for batch in second])
+
+    assert THREADS_2.run(body) == [(5.0, list(range(11)))] * 2
 
 
 def check_all_orders(mode, count, batch, tail):
