@@ -58,6 +58,7 @@ class _Pass:
     visit: Visit
     part: float | None  # of the microbatch, if the user has named its weight or batch; else each output knows its own
     reduces: bool  # whether it makes the step final
+    shown: set[Any] | None = None  # the batches of the outputs that it has reached, if its own was a guess
     # Of the models that it has reached; whether they may reduce, and whether they do when it ends.
     engines: list[tuple[ref[Engine], bool, bool]] = field(default_factory=list)
 
@@ -91,7 +92,7 @@ class Passes:
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
         self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
-        # Those that have not ended: autograd drops a pass's callback when it ends, with or without an error.
+        # Those that have not ended: autograd drops a pass's callback when it ends, or fails.
         self._open: dict[int, Callable[[], Any]] = {}
         self._engines = WeakList[Engine]()
 
@@ -199,9 +200,9 @@ class Passes:
     def _look(self, loss: torch.Tensor) -> None:
         """Say why the loss of a pass that begins is no mean over the samples, if it is none."""
         weight, named = self._call or (None, None)
-        batch = (named or self.origin).batch
         if weight is not None:
             return
+        batch = (named or self.origin).batch
         rows, epoch = (None, range(0)) if batch is None else (batch.rows, batch.samples_of_epoch())
         if said := self._losses.describe(loss, rows, epoch):
             logger.warning(said)
@@ -248,8 +249,8 @@ class Passes:
         pass runs, as far as it is known. Where the loss has weight 0, a negligible one, by which a layer over all ranks
         divides what other ranks' losses send through the rows: zeros come from the rank's own."""
         task = current_graph_task_id()
-        runs = [each.passing for each in self._engines() if each.passing is not None and each.passing.task == task]
-        run: _Run | None = runs[0] if runs else None
+        runs: list[_Run] = [each.passing for each in self._engines() if each.passing and each.passing.task == task]
+        run = runs[0] if runs else None
         if run is None:
             return self.origin.part
         if run.part == 0 and run.origin is not None and run.origin.part:
@@ -281,6 +282,8 @@ class Passes:
         if run.counted is None:
             run.is_mixed |= run.origin is None or run.origin.batch is not origin.batch
             return None
+        if run.counted.shown is not None:
+            run.counted.shown.add(origin.batch)
         part, size = run.part, 1.0
         if run.counted.part is None and origin is not run.origin:
             part = origin.part
@@ -353,8 +356,7 @@ class Passes:
         self, model = passes(), engine()
         if self is None or model is None or model.is_released or model.gathers or model.hooks:
             return
-        is_seen = model.passing is not None and model.passing.task == current_graph_task_id()
-        if is_seen:
+        if model.passing is not None and model.passing.task == current_graph_task_id():
             return
         if self._bypassing(model).part == 1:
             self._run(model, None)
@@ -404,21 +406,19 @@ class Passes:
         counted, (weight, named) = self._running.get(run.task), self._call or (None, None)
         is_named = weight is not None or named is not None
         if run.is_mixed and not is_named:
-            raise RuntimeError(
-                f"outputs of the {engine.name} from several batches met in one backward pass, and all its parameters "
-                "are in checkpoints with use_reentrant=True, so that no weights can be applied; pass "
-                "use_reentrant=False, or call backward() for the loss of each batch"
-            )
+            raise claims.mixed(engine.name)
         if counted is None:
             self.went_past = self.went_past or self._call is None
             if named is not None and run.origin is not None:
                 self._check_named(engine, run.origin)
-            origin = named or run.origin or self._bypassing(engine)
+            known = named or run.origin
+            origin = known or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
                 claims.check_latest(origin, self._world)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self._world.comm.size) if is_named else None
-            counted = self._running[run.task] = _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
+            reduces, shown = self.steps.step.state != COLLECTING, None if known else set[Any]()
+            counted = self._running[run.task] = _Pass(origin, visit, part, reduces, shown)
             self._watch_end(run.task)
         origin = run.origin or counted.origin
         run.counted, run.part = counted, origin.part if counted.part is None else counted.part
@@ -484,6 +484,8 @@ class Passes:
             engine.await_pass()  # of a pass that no output shows
         if (ended := self._running.pop(task, None)) is None:
             return
+        if self.steps.step.policy.is_mean and ended.shown and ended.origin.batch not in ended.shown:
+            raise claims.guessed()
         for each, _, reduces in ended.engines:
             if (engine := each()) is None:
                 continue

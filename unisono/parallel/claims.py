@@ -218,6 +218,24 @@ def bypassed(name: str) -> ValueError:
     )
 
 
+def guessed() -> ValueError:
+    """The error for a pass that was counted for another batch than its outputs are of."""
+    return ValueError(
+        "a backward pass has reached a parameter that was prepared by itself before any output of a model, and was "
+        "counted for the batch of the last forward pass, but its loss is of another one; name it, "
+        "accelerator.backward(loss, batch=batch)"
+    )
+
+
+def mixed(name: str) -> RuntimeError:
+    """The error for outputs of several batches in one pass, where no hook could weigh their gradients."""
+    return RuntimeError(
+        f"outputs of the {name} from several batches met in one backward pass, and all its parameters are in "
+        "checkpoints with use_reentrant=True, so that no weights can be applied; pass use_reentrant=False, or call "
+        "backward() for the loss of each batch"
+    )
+
+
 def penalized() -> ValueError:
     """The error for a pass whose penalty on gradients may be of another batch than its loss, where that matters."""
     return ValueError(

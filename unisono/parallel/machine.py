@@ -419,7 +419,7 @@ class Machine:
 
     def drop_step(self) -> None:
         """Note that all gradients are zero: the next visit begins a step."""
-        self.origin, step = None, self.step
+        step = self.step
         if (step.state, ZEROED) in step.policy.sure and step.visits:
             self._visited.update(step.visited)
             self.step = Step(self.policy, step.number)

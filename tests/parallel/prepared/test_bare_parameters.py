@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +332,29 @@ def test_a_plain_data_parallel_function_may_train_on_one_device() -> None:
         return log_alpha.item()
 
     assert DataParallel(nn.Identity(), ["cpu:0"]).run_on_replicas(body) != [0.1]
+
+
+def scaled_losses(accelerator: Accelerator) -> tuple[Any, list[torch.Tensor], list[Any]]:
+    """An optimizer, and the losses of two batches, to whose outputs a bare parameter is applied last."""
+    network, scale = model(), bare(1.5)
+    optimizer = sgd([*network.parameters(), scale])
+    network, scale, optimizer, loader = accelerator.prepare(network, scale, optimizer, loader_of(12, 2))
+    batches = list(islice(loader, 2))
+    return optimizer, [(network(each[0]) * scale - each[1]).square().mean() for each in batches], batches
+
+
+def test_zero_grad_between_a_forward_and_its_backward_pass_makes_no_microbatch_of_it() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    optimizer, (_, loss), _ = scaled_losses(accelerator)
+    optimizer.zero_grad()
+    accelerator.backward(loss)
+    assert not accelerator.sync_gradients
+
+
+def test_a_pass_that_was_counted_for_the_batch_of_another_forward_is_refused_and_the_way_out_counts_it_once() -> None:
+    _, (loss, _), batches = scaled_losses(accelerator := Accelerator(gradient_accumulation_steps=2))
+    with pytest.raises(ValueError, match=r"its loss is of another one; name it, accelerator.backward\(loss, batch="):
+        accelerator.backward(loss)
+    _, (loss, _), batches = scaled_losses(accelerator := Accelerator(gradient_accumulation_steps=2))
+    accelerator.backward(loss, batch=batches[0])
+    assert not accelerator.sync_gradients
