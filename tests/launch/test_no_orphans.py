@@ -18,6 +18,7 @@ import torch.distributed as dist
 from faults import RICH, SOON_S, Script, grandchild, stand_still, survivors
 
 from unisono.errors import WorkerDiedError
+from unisono.launch.job import private_directory
 from unisono.launch.spawn import spawn
 from unisono.world import current_world
 
@@ -340,3 +341,16 @@ def test_what_left_its_session_ends_with_its_group_though_another_group_goes_on(
     assert survivors([int(pid) for pid in ear.hear()]) == []
     let_pass(2)
     other.join()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_what_another_user_has_put_beside_the_directories_of_runs_is_not_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with private_directory("1") as directory:
+        name = directory.name[:-8]
+    mine, others = (tmp_path / f"{name}{each}" for each in ("mine", "theirs"))
+    for each in (mine, others):
+        (each / "kept").mkdir(parents=True)
+    os.chown(others, 12345, 12345)
+    with private_directory("1"):
+        assert [each.exists() for each in (mine / "kept", others / "kept")] == [False, True]

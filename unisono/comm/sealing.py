@@ -105,6 +105,7 @@ class SealedStore(Store):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
+        self._clones: list[Store] = []
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, seal(_bytes_of(value), key))  # type: ignore[arg-type]  # annotated as str, takes bytes
@@ -137,6 +138,12 @@ class SealedStore(Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
+
+    def clone(self) -> Store:
+        """Another connection to it, as a group that is split has."""
+        found = SealedStore(self._store.clone())  # type: ignore[attr-defined]  # its stub has none
+        self._clones.append(found)  # the group would keep the part in C++ alone
+        return found
 
 
 def _bytes_of(value: str | bytes) -> bytes:

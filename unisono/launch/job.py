@@ -152,8 +152,9 @@ def private_directory(kind: str) -> Iterator[Path]:
     machine = f"{crc32(platform.node().encode()):08x}"  # those that share a directory may not share its locks
     for each in Path(parent).glob(f"unisono-*-{machine}-*"):
         with suppress(OSError), _opened(each) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(each, ignore_errors=True)
+            if os.fstat(descriptor).st_uid == os.geteuid():  # another user's may hold anything
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(each, ignore_errors=True)
     directory, descriptor = _create_locked(f"unisono-{kind}-{machine}-", parent)
     try:
         yield directory

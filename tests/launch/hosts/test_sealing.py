@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from agents import agent, free_port
 from faults import Script, until
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from unisono.comm import sealing
 from unisono.launch.hosts.agent_round import MachineReport
@@ -112,34 +112,80 @@ def test_a_store_believes_no_value_that_is_not_signed_for_its_key(no_secret: Non
             group.get("address")
 
 
-class Backend(RendezvousBackend):
-    """A state in this process."""
-
-    name = "here"
-    state: bytes | None = None
-
-    def get_state(self) -> tuple[bytes, Any] | None:
-        return None if self.state is None else (self.state, None)
-
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        self.state = state
-        return state, None, True
+def rendezvous() -> tuple[SealedBackend, dist.HashStore, str]:
+    """The state of a run's rendezvous, in a store of this process, and its key."""
+    store, key = dist.HashStore(), "torch.rendezvous.run"
+    store.compare_set(key, "", "Y2FuaW1hZGFt")  # as torch does
+    return SealedBackend(store, "run"), store, key
 
 
 def test_an_agent_that_has_left_writes_no_state_that_is_not_signed(
     no_secret: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     sealing.use_secret("one" * 10)
-    sealed = SealedBackend(backend := Backend(), "run")
-    assert sealed.set_state(b"first") == (b"first", None, True)
-    signed = backend.state
+    sealed, store, key = rendezvous()
+    assert sealed.get_state() is None
+    assert sealed.set_state(b"first") == (b"first", signed := store.get(key), True)
     sealed.close()
     sealing.use_secret("")
     for act in (sealed.get_state, lambda: sealed.set_state(b"second")):  # as torch's thread does
         with pytest.raises(RendezvousClosedError):
             act()
-    assert backend.state == signed
+    assert store.get(key) == signed
     assert not caplog.records
+
+
+@pytest.mark.parametrize("junk", [b"a", b"\xffQUJD", b"Y2FuaW1hZGFt", b"\x00", b"unisono signed " + bytes(40)])
+def test_whatever_is_written_over_the_state_of_a_rendezvous_is_restored(
+    no_secret: None, caplog: pytest.LogCaptureFixture, junk: bytes
+) -> None:
+    sealing.use_secret("one" * 10)
+    sealed, store, key = rendezvous()
+    _, token, _ = sealed.set_state(b"first") or (b"", b"", False)
+    store.set(key, junk)  # type: ignore[arg-type]
+    assert sealed.get_state() == (b"first", store.get(key))
+    store.set(key, junk)  # type: ignore[arg-type]
+    assert sealed.set_state(b"second", token) == (b"first", store.get(key), False)
+    assert sealed.set_state(b"second", store.get(key)) == (b"second", store.get(key), True)
+    assert len(caplog.records) == 1
+
+
+def test_a_state_that_is_overwritten_without_end_ends_the_run_and_says_why(
+    no_secret: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Attacked(dist.HashStore):
+        """Somebody is always faster."""
+
+        def compare_set(self, key: str, *values: Any) -> Any:
+            return super().compare_set(key, *values) if len(taken) < 2 else b"mine"
+
+        def get(self, key: str) -> Any:
+            taken.append(key)
+            return super().get(key)
+
+    taken: list[str] = []
+    sealing.use_secret("one" * 10)
+    store = Attacked()
+    store.compare_set("torch.rendezvous.run", "", "Y2FuaW1hZGFt")
+    sealed = SealedBackend(store, "run")
+    sealed.set_state(b"first")
+    monkeypatch.setattr("unisono.launch.hosts.rendezvous_state._OVERWRITTEN_S", 0.05)
+    taken += ["", ""]
+    with pytest.raises(sealing.UnsignedError, match="the state of the rendezvous has been overwritten for 0 s: "):
+        sealed.set_state(b"second", b"")
+
+
+def test_a_store_that_is_cloned_for_a_group_that_is_split_is_sealed(no_secret: None, tmp_path: Path) -> None:
+    sealing.use_secret("one" * 10)
+    plain = dist.FileStore(str(tmp_path / "store"), 1)
+    store = sealing.sealed_store(plain)
+    store.set("group/address", "10.0.0.1")
+    split = dist.PrefixStore("group", store).clone()  # as torch's groups do, from C++
+    gc.collect()
+    assert split.get("address") == b"10.0.0.1"
+    plain.set("group/other", b"unsigned")
+    with pytest.raises(sealing.UnsignedError):
+        split.get("other")
 
 
 @pytest.fixture

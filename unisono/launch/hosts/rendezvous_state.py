@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from unisono.comm.sealing import Overwriting, UnsignedError, seal, unseal
@@ -22,6 +23,7 @@ from unisono.errors import UnisonoError
 from unisono.outcome import Outcome
 
 _OVERWRITTEN_S = 20.0  # of an attack, after which the run ends
+_NOTHING = b"Y2FuaW1hZGFt"  # what torch writes where no agent has come yet
 _LEFT_OUT_S = 10.0  # the others give up a machine that has gone sooner
 
 logger = logging.getLogger(__name__)
@@ -69,14 +71,17 @@ class LeftOut:
 
 
 class SealedBackend(RendezvousBackend):
-    """Signs the state of the agents' rendezvous (`comm/sealing.py`), which torch loads as a pickle, and restores what
-    somebody without the secret has overwritten. UnsignedError, from both methods: what is there first is not signed.
+    """Keeps the state of the agents' rendezvous, which torch loads as a pickle, signed (`comm/sealing.py`), and
+    restores it where somebody without the secret has overwritten it, by whatever. UnsignedError, from both methods:
+    what is there first is not signed.
 
     States are numbered, so that an older one that somebody has written again is not believed. While somebody goes on
     writing, the agents cannot meet; that ends the run."""
 
-    def __init__(self, backend: RendezvousBackend, run_id: str) -> None:
-        self._backend = backend
+    name = "c10d"  # torch's, whose key this is; but it takes whatever is there for base64, and fails if it is none
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._key = store, f"torch.rendezvous.{run_id}"
         self._place = f"rendezvous {run_id}"
         self._known: bytes | None = None  # the latest state that was signed
         self._number = 0  # of it
@@ -88,44 +93,47 @@ class SealedBackend(RendezvousBackend):
         """Write nothing more: torch's thread that keeps this machine alive outlives the secret."""
         self._is_closed = True
 
-    @property
-    def name(self) -> str:
-        return self._backend.name
-
     def get_state(self) -> tuple[bytes, Any] | None:
-        found = self._open(self._backend.get_state())
-        if found is None:
-            return None
-        self.on_state(found[0])
-        return found[0], found[1]
-
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found: tuple[bytes, Any, bool] | None = self._open(self._write(state, token))
+        found = self._open(self._call("get"))
+        if found is not None:
+            self.on_state(found[0])
         return found
 
-    def _open(self, found: tuple[bytes, Any] | tuple[bytes, Any, bool] | None) -> Any:
-        if found is None:
-            return None
-        try:
-            numbered = unseal(found[0], self._place)
-            if (number := int.from_bytes(numbered[:8])) < self._number:
-                raise UnsignedError("an older one was written again by somebody else")
-            self._number, self._known = number, numbered[8:]
-        except UnsignedError as error:
-            if self._known is None:
-                raise
-            found = self._write(self._known, found[1]) or found
-            self._note_overwritten(error)
-            return (unseal(found[0], self._place)[8:], found[1], False)
-        return (self._known, *found[1:])
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        sealed = self._seal(state)
+        found = self._open(self._call("compare_set", token or _NOTHING, sealed))
+        return None if found is None else (*found, found[1] == sealed)
 
-    def _note_overwritten(self, error: UnsignedError) -> None:
-        passed_s = self._overwriting.note(error, "the state of the rendezvous, which is restored")
-        if passed_s > _OVERWRITTEN_S:  # the agents cannot meet
-            raise UnsignedError(f"the state of the rendezvous has been overwritten for {passed_s:.0f} s: {error}")
+    def _open(self, value: bytes) -> tuple[bytes, bytes] | None:
+        """The state that the store holds as this value, and the value that holds it now; None if there is none yet."""
+        while value != _NOTHING or self._known is not None:
+            try:
+                if value == _NOTHING:
+                    raise UnsignedError("it was emptied by somebody else")
+                numbered = unseal(value, self._place)
+                if (number := int.from_bytes(numbered[:8])) < self._number:
+                    raise UnsignedError("an older one was written again by somebody else")
+                self._number, self._known = number, numbered[8:]
+                return self._known, value
+            except UnsignedError as error:
+                if self._known is None:
+                    raise
+                value = self._call("compare_set", value, self._seal(self._known))
+                passed_s = self._overwriting.note(error, "the state of the rendezvous, which is restored")
+                if passed_s > _OVERWRITTEN_S:  # the agents cannot meet
+                    raise UnsignedError(
+                        f"the state of the rendezvous has been overwritten for {passed_s:.0f} s: {error}"
+                    ) from None
+        return None
 
-    def _write(self, state: bytes, token: Any) -> Any:
+    def _seal(self, state: bytes) -> bytes:
         sealed = seal((self._number + 1).to_bytes(8) + state, self._place)
         if self._is_closed:  # looked at later: what was sealed before is signed
             raise RendezvousClosedError
-        return self._backend.set_state(sealed, token)
+        return sealed
+
+    def _call(self, method: str, *values: bytes) -> bytes:
+        try:
+            return bytes(getattr(self._store, method)(self._key, *values))
+        except (ValueError, RuntimeError, TimeoutError) as error:  # as torch's
+            raise RendezvousConnectionError("the connection to the rendezvous' store has failed") from error
