@@ -396,7 +396,7 @@ def _agreed_name(store: Any, options: MachineOptions) -> str:
     """The name of the run's log directory: that of the first agent which asks."""
     own = name_run(platform.node())
     agreed = store.compare_set(f"unisono/logs/{options.run_id}", "", own).decode()
-    # Nothing in the store is signed but what is loaded: this is no path to anywhere else.
+    # Nothing is signed where there is no secret: this is no path to anywhere else.
     return agreed if re.fullmatch(r"[\w.-]+_\d+", agreed) else own
 
 
