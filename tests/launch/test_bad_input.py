@@ -74,7 +74,7 @@ def test_a_bad_argument_is_refused_by_its_name_and_value(error, call, told):
 def test_threads_and_processes_that_a_library_has_replaced_are_refused(monkeypatch, module, name, options):
     own = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: own(*args, **kwargs))
-    with pytest.raises(UnisonoError, match=rf"{__name__} has replaced {module.__name__}.{name}: the wait"):
+    with pytest.raises(UnisonoError, match=rf"{__name__} has replaced {module.__name__}.{name}: what waits"):
         spawn(work, nprocs=2, **options)
 
 
