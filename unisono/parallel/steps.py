@@ -90,8 +90,8 @@ class Steps(Machine):
 
     @staticmethod
     def count_whole(visit: Visit) -> bool:
-        """Note that the loss of a visit is that of all ranks, also where this rank's batch only repeats rows
-        whose weight counts then. Returns whether that makes a difference."""
+        """Note that the loss of a visit is that of all ranks: this rank's weight counts, also where its batch only
+        repeats rows. Returns whether that makes a difference."""
         if visit.claim.uncut is None:
             return False
         visit.claim = Claim(*visit.claim.uncut, True)
