@@ -10,13 +10,16 @@ sent once is not believed in another place.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import math
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 _MARK = b"unisono signed "
 _SIZE = len(_MARK) + 32
 _QUIET_S = 5.0  # between two attacks
+_HEAD = 8  # bytes of a number
+_LATE = 1024  # by so many messages one may be later than the newest
 _secret = b""
 
 
@@ -150,6 +155,16 @@ def _bytes_of(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
+def agree(store: Any, number: int, count: int, text: str = "", seen: object = None) -> tuple[list[str], str]:
+    """The texts of the `count` processes that begin something together in a store, and a name for it: the same for
+    those that have read and `seen` the same. Each adds random bytes, and takes its own from nowhere else. So it is no
+    name of an earlier run with the same secret, whose values, though signed, somebody may have written again."""
+    own = f"{token_hex(16)} {text}"
+    store.set(f"unisono/agreed/{number}", own)
+    texts = [own if each == number else store.get(f"unisono/agreed/{each}").decode() for each in range(count)]
+    return [each[33:] for each in texts], hashlib.sha256(repr((texts, seen)).encode()).hexdigest()[:32]
+
+
 def check_peers(gather: Callable[[bytes], list[bytes]], rank: int) -> bytes:
     """Check that whoever is connected as a rank knows the secret, by which each signs what all of them have just
     thought of; return that. UnsignedError: a rank does not. `gather` returns the bytes of all ranks."""
@@ -174,20 +189,53 @@ def check_members(group: Any) -> None:
 
 
 def seal_objects(world: str) -> None:
-    """Sign what torch's collectives of objects send in this world, and load nothing else. Once in a process."""
+    """Sign what torch's collectives of objects send in this world, for its group, and load nothing else, and nothing
+    twice. Once in a process."""
     to_tensor, to_object = (getattr(dist.distributed_c10d, name) for name in (OBJECT_TO_TENSOR, TENSOR_TO_OBJECT))
+    sent: Counter[str] = Counter()
+    taken: defaultdict[tuple[str, bytes], _Taken] = defaultdict(_Taken)
 
-    def encode(value: Any, device: torch.device, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        data, _ = to_tensor(value, device, *others)
-        sealed = tensor_of(seal(data.cpu().numpy().tobytes(), world)).clone()  # torch resizes it
+    def place_of(group: Any) -> str:
+        default: Any = dist.group.WORLD
+        return f"objects of group {(group or default).group_name} in world {world}"
+
+    def encode(value: Any, device: torch.device, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        data, _ = to_tensor(value, device, group)
+        place = place_of(group)
+        sent[place] += 1
+        head = dist.get_rank().to_bytes(_HEAD) + sent[place].to_bytes(_HEAD)
+        sealed = tensor_of(seal(head + data.cpu().numpy().tobytes(), place)).clone()  # torch resizes it
         return sealed.to(device), torch.tensor([len(sealed)]).to(device)
 
-    def decode(data: torch.Tensor, size: Any, *others: Any) -> Any:
-        opened = tensor_of(unseal(data.cpu().numpy().tobytes()[: int(size)], world))
-        return to_object(opened, len(opened), *others)
+    def decode(data: torch.Tensor, size: Any, group: Any) -> Any:
+        place = place_of(group)
+        opened = unseal(data.cpu().numpy().tobytes()[: int(size)], place)
+        sender, number = opened[:_HEAD], int.from_bytes(opened[_HEAD : 2 * _HEAD])
+        if not taken[place, sender].take(number):
+            raise UnsignedError(f"what came by the network ({place}) has come before: somebody else has sent it again")
+        opened = opened[2 * _HEAD :]
+        return to_object(tensor_of(opened), len(opened), group)
 
     setattr(dist.distributed_c10d, OBJECT_TO_TENSOR, encode)
     setattr(dist.distributed_c10d, TENSOR_TO_OBJECT, decode)
+
+
+class _Taken:
+    """Which numbers of messages have come from a sender. Some come to others only, and a few in another order."""
+
+    def __init__(self) -> None:
+        self._newest, self._seen = 0, 0  # bit k of the latter: number `newest - k` has come
+
+    def take(self, number: int) -> bool:
+        """Note that this one has come; False if it has before, or is so old that it may have."""
+        if number > self._newest:
+            self._seen = (self._seen << min(number - self._newest, _LATE)) % (1 << _LATE)
+            self._newest = number
+        bit = 1 << (self._newest - number)
+        if bit >> _LATE or self._seen & bit:
+            return False
+        self._seen |= bit
+        return True
 
 
 def tensor_of(data: bytes) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from unisono.comm.sealing import check_peers, has_secret, seal_objects, sealed_store, use_secret
+from unisono.comm.sealing import agree, check_peers, has_secret, seal_objects, sealed_store, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
 from unisono.errors import UnisonoError
 from unisono.launch.hosts.endpoint import address_towards, interface_of, quieten_store, serve_store
@@ -101,7 +101,7 @@ def _check_peers(comm: Communicator) -> None:
     """Check that all ranks know the secret, and name the world after what they have thought of."""
     inner: Any = innermost(comm)
     inner.name = hashlib.sha256(check_peers(inner.gather_bytes, comm.rank)).hexdigest()
-    seal_objects(f"objects of world {inner.name}")
+    seal_objects(inner.name)
 
 
 def depart(world: World, error: BaseException | None = None) -> None:
@@ -180,6 +180,8 @@ def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Sto
     # Signed with the prefix in the keys: the addresses of an earlier start are not believed in a later one.
     _signed = sealed_store(server)
     store: dist.distributed_c10d.Store = dist.PrefixStore(prefix, _signed)  # type: ignore[attr-defined]
+    if has_secret() and not place.store and (is_on_one_machine or not place.is_store_there):
+        store = dist.PrefixStore(agree(store, place.rank, place.world_size)[1], store)  # type: ignore[attr-defined]
     if not place.store:
         _kept = store
     return store

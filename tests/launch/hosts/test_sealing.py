@@ -7,20 +7,25 @@ import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch.distributed as dist
 from agents import agent, free_port
 from faults import Script, until
+from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from unisono.comm import sealing
+from unisono.comm.operations import HOST
 from unisono.launch.hosts.agent_round import MachineReport
 from unisono.launch.hosts.other_machines import OtherMachines
 from unisono.launch.hosts.rendezvous_state import SealedBackend
 from unisono.launch.hosts.secret import secret_of_run
+from unisono.torch_private import OBJECT_TO_TENSOR, TENSOR_TO_OBJECT
 
 TRAIN = """
 import sys, time
@@ -187,6 +192,73 @@ def test_a_store_that_is_cloned_for_a_group_that_is_split_is_sealed(no_secret: N
     plain.set("group/other", b"unsigned")
     with pytest.raises(sealing.UnsignedError):
         split.get("other")
+
+
+def test_processes_that_agree_hear_one_another_and_no_earlier_run(no_secret: None) -> None:
+    sealing.use_secret("one" * 10)
+    runs: list[tuple[Any, set[str]]] = []
+    for _ in range(2):
+        plain = dist.HashStore()
+        with ThreadPoolExecutor(3) as pool:
+            call = partial(sealing.agree, sealing.sealed_store(plain), count=3)
+            found = [*pool.map(lambda number, call=call: call(number, text=f"of {number}"), range(3))]  # type: ignore[misc]
+        assert [texts for texts, _ in found] == [["of 0", "of 1", "of 2"]] * 3
+        runs.append((plain, {name for _, name in found}))
+    (earlier, names), (_, others) = runs
+    assert (len(names), len(others), len(names | others)) == (1, 1, 2)
+
+    class Replayed(dist.HashStore):
+        """Whatever is read was written in the first run."""
+
+        def get(self, key: str) -> bytes:
+            return bytes(earlier.get(key))
+
+    assert {sealing.agree(sealing.sealed_store(Replayed()), number, 3)[1] for number in range(3)} & names == set()
+    same = [sealing.agree(sealing.sealed_store(dist.HashStore()), 0, 1, seen=seen)[1] for seen in ("a", "a")]
+    assert len({*same}) == 2
+
+
+def test_two_that_have_seen_something_different_do_not_agree(no_secret: None) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda number: sealing.agree(store, number, 2, "", f"10.0.0.{number}")[1], range(2))]
+    assert len({*found}) == 2
+
+
+def test_an_object_is_loaded_once_and_in_its_group(no_secret: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs = dist.distributed_c10d
+    for name in (OBJECT_TO_TENSOR, TENSOR_TO_OBJECT):
+        monkeypatch.setattr(torchs, name, getattr(torchs, name))
+    sealing.use_secret("one" * 10)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sealing.seal_objects("w")
+        encode, decode = getattr(torchs, OBJECT_TO_TENSOR), getattr(torchs, TENSOR_TO_OBJECT)
+        group = dist.new_group(backend="gloo")
+        first, second = [encode(each, HOST, group) for each in ({"a": 1}, [2])]
+        assert decode(*second, group) == [2]  # later ones may come first
+        assert decode(*first, group) == {"a": 1}
+        for data, size in (first, second):
+            with pytest.raises(sealing.UnsignedError, match=r"objects of group \S+ in world w\) has come before"):
+                decode(data, size, group)
+        for other in (None, dist.new_group(backend="gloo")):
+            with pytest.raises(sealing.UnsignedError, match="is not signed with the secret"):
+                decode(*encode(3, HOST, group), other)
+        found: list[Any] = [None]
+        for value in ("x", "y"):
+            dist.all_gather_object(found, value, group=group)
+            assert found == [value]
+    finally:
+        dist.destroy_process_group()
+
+
+@hypothesis.given(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), max_size=60))
+def test_no_number_is_taken_twice_and_late_ones_within_a_window(numbers: list[int]) -> None:
+    taken, before = sealing._Taken(), set()
+    for number in numbers:
+        is_new = number not in before and number > max(before, default=0) - sealing._LATE
+        assert taken.take(number) == is_new
+        before.add(number)
 
 
 @pytest.fixture

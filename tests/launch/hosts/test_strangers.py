@@ -121,8 +121,8 @@ else:
 )
 REFUSED = {
     "listens": r"what came by the network \(\S+/0//1//cpu//0/0\) is not signed with the secret of this run",
-    "connects": r"what came by the network \(objects of world \w+\) is not signed with the secret of this run",
-    "connects to a world": r"what came by the network \(objects of world \w+\) is not signed with the secret",
+    "connects": r"what came by the network \(objects of group \S+ in world \w+\) is not signed with the secret of",
+    "connects to a world": r"what came by the network \(objects of group \S+ in world \w+\) is not signed with the",
     "maps": r"what came by the network \(\S+/place\) is not signed with the secret of this run",
     "repeats": r"what came by the network \(\S+/0//1//cpu//0/0\) is not signed with the secret of this run",
     "overwrites": r"what came by the network \(\S+\) is not signed with the secret of this run",
@@ -345,3 +345,64 @@ def test_a_recovery_is_no_way_in(dies: str, how: str, networks: tuple[str, str],
     for code, output, errors in ends[: 1 if dies == "agent" else 2]:
         assert (code in (1, 137) and errors) or (code == 0 and "found" in output), (code, output, errors)
     assert not (tmp_path / "owned").exists()
+
+
+RECORDER = (
+    "import contextlib, encodings.idna, socket"
+    + OUTSIDER
+    + """
+has_begun = False
+store = dist.TCPStore("10.77.0.1", {port}, None, False, timedelta(seconds=20), wait_for_workers=False)
+known = {{key: store.get(key) for key in store.list_keys() if "unisono/" in key and store.check([key])}}
+earlier = {{name for key in known for name in re.findall("ranks/([0-9a-f]{{32}})/", key)}}
+assert len(earlier) == 1, known.keys()
+print("knows", flush=True)
+def is_served():
+    with contextlib.suppress(OSError), socket.create_connection(("10.77.0.1", {port}), 1):
+        return True
+
+until(lambda: not is_served())
+until(is_served)  # by the next run
+store = dist.TCPStore("10.77.0.1", {port}, None, False, timedelta(seconds=20), wait_for_workers=False)
+try:
+    while True:
+        for key, value in known.items():
+            if earlier & {{*key.split("/")}} and store.check([key]) and store.get(key) != value:
+                print("believed", key, flush=True)
+            store.set(key, value)
+        if not has_begun:
+            has_begun = print("replays", flush=True) is None
+except dist.DistError:
+    print("over", flush=True)
+"""
+)
+
+
+def test_no_run_believes_what_was_signed_in_an_earlier_one(networks: tuple[str, str], tmp_path: Path) -> None:
+    for name, text in [("train.py", TRAIN), (".unisono-secret", "secret" * 10)]:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "3").mkdir()
+    port = free_port()
+    arguments = ["run", "--nnodes", "2", "-n", "1", "--backend", "cpu", "--rdzv-endpoint", f"10.77.0.1:{port}"]
+    arguments += ["--timeout", "15", str(tmp_path / "train.py"), str(tmp_path), "records"]
+
+    def told() -> str:
+        assert stranger.process.stdout is not None
+        return str(stranger.process.stdout.readline())
+
+    def begin(name: str) -> Script:
+        return stack.enter_context(agent(tmp_path / name, *arguments, network=networks[int(name) - 1]))
+
+    with contextlib.ExitStack() as stack:
+        first = begin("1"), begin("2")
+        until(lambda: len([*tmp_path.glob("began-?")]) == 2)
+        stranger = stack.enter_context(Script(RECORDER.format(network=networks[1], port=port), tmp_path / "3", "file"))
+        assert told() == "knows\n", stranger.end()
+        (tmp_path / "done").touch()
+        assert [each.end()[0] for each in first] == [0, 0]
+        host = begin("1")
+        assert told() == "replays\n", stranger.end()
+        second = [each.end() for each in (host, begin("2"))]
+        assert told() == "over\n"  # and nothing was believed
+    assert [code for code, _, _ in second] == [1, 1], second

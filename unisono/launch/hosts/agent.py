@@ -29,7 +29,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from uuid import uuid4
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
@@ -43,7 +42,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from unisono.comm.sealing import sealed_store, use_secret
+from unisono.comm.sealing import agree, sealed_store, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
 from unisono.launch.group import Group
@@ -264,12 +263,16 @@ class Agent(SimpleElasticAgent):
 
     @overrides(START_WORKERS)
     def _start_workers(self, group: Any) -> dict[int, Any]:  # torch annotates its numbers as None
-        name, first = _name_of(group), group.workers[0]
+        first = group.workers[0]
+        # Torch's agents count the restarts that they have begun themselves.
+        own = group.spec.max_restarts - getattr(self, REMAINING_RESTARTS)
+        seen = group.master_addr, group.master_port
+        counts, name = agree(group.store, group.group_rank, group.group_world_size, str(own), seen)
         host, port = split_endpoint(self._options.endpoint)
         caller = self._job.caller
         place = replace(
             self._job.place,
-            restart_count=_agreed_count(group, group.spec.max_restarts - getattr(self, REMAINING_RESTARTS)),
+            restart_count=max(map(int, counts)),
             rank=first.global_rank,
             world_size=first.world_size,
             node_rank=group.group_rank,
@@ -384,27 +387,12 @@ def _join_s(options: MachineOptions) -> float:
     return float(options.rdzv_conf.get("join_timeout", 600))
 
 
-def _name_of(group: Any) -> str:
-    """The name of this start of all workers: the same on all machines, and never used twice."""
-    key = "unisono/name"
-    if group.group_rank == 0:
-        group.store.set(key, uuid4().hex)  # the store of this round
-    return str(group.store.get(key).decode())
-
-
 def _agreed_name(store: Any, options: MachineOptions) -> str:
     """The name of the run's log directory: that of the first agent which asks."""
     own = name_run(platform.node())
     agreed = store.compare_set(f"unisono/logs/{options.run_id}", "", own).decode()
     # Nothing is signed where there is no secret: this is no path to anywhere else.
     return agreed if re.fullmatch(r"[\w.-]+_\d+", agreed) else own
-
-
-def _agreed_count(group: Any, own: int) -> int:
-    """The number of restarts: torch's agents count those that they have begun themselves."""
-    keys = [f"unisono/restarts/{number}" for number in range(group.group_world_size)]
-    group.store.set(keys[group.group_rank], str(own))
-    return max(int(group.store.get(key)) for key in keys)
 
 
 def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
