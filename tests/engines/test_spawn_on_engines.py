@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -26,15 +27,14 @@ import psutil
 import pytest
 import torch.distributed as dist
 import warm_scripts
-from faults import survivors, until
+from faults import Script, survivors, until
 from on_engine import EPOCHS, SAMPLES
 
 from unisono import Output, spawn
 from unisono.engines import Hosts, Local, Ray, Slurm
 from unisono.engines import slurm as slurm_engine
-from unisono.engines.piped import PROGRAM, PipedMachine
-from unisono.errors import StoppedError
-from unisono.launch.starting.process_ends import interpreter_command
+from unisono.engines.piped import PipedMachine, local_command
+from unisono.errors import StoppedError, UnisonoError
 from unisono.outcome import Outcome
 
 CALLER = Path(__file__).parent / "on_engine.py"
@@ -227,6 +227,44 @@ def test_no_agent_outlives_a_caller_that_is_killed_though_a_child_of_it_holds_it
     assert survivors(rest) == []
 
 
+DYING = """
+import json, os, signal, subprocess, sys
+from unisono.engines.piped import local_command
+how = {how!r}
+agent = subprocess.Popen(local_command(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+if how == "reads":
+    size = 1 << 24
+    head = json.dumps(dict(number=0, count=2, per_machine=1, endpoint="127.0.0.1:0", size=size)).encode()
+    agent.stdin.write(head + b"\\n" + bytes(size // 2))  # all but what fits into the pipe has been read
+    agent.stdin.flush()
+if (child := os.fork()) == 0:
+    signal.pause()
+print(agent.pid, child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["imports", "reads"])
+def test_no_agent_outlives_a_caller_that_is_killed_while_it(how: str, tmp_path: Path) -> None:
+    with Script(DYING.format(how=how), tmp_path, "file") as caller:
+        assert caller.process.stdout is not None
+        agent, child = map(int, caller.process.stdout.readline().split())
+        assert survivors([agent], within_s=35) == []
+        assert psutil.Process(child).is_running()  # which holds the pipe
+
+
+@pytest.mark.skipif(not HAS_SSH, reason="needs sshd, and root")
+def test_a_host_that_takes_nothing_is_an_error_that_names_it(
+    hosts: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.engines.piped._ENDPOINT_S", 2.0)
+    (stuck := tmp_path / "stuck").write_text("#!/bin/sh\nexec tail --pid=$PPID -f /dev/null\n")
+    stuck.chmod(0o755)
+    engine = replace(eval(hosts.engine), python=str(stuck))
+    with pytest.raises(UnisonoError, match=r"root@::1 has taken \d+ of \d+ bytes of what it runs, and nothing more"):
+        engine.start(bytes(1 << 24), 1, 1)  # more than the pipes and ssh's window hold
+
+
 class Begun(Exception):  # noqa: N818 - of an engine that starts nothing
     variables = ()
 
@@ -258,7 +296,7 @@ def test_an_agent_that_waits_for_another_machine_in_native_code_ends_soon_after_
         spawn(print, engine=Begun(), nprocs=2, backend="cpu", grace_s=0.0)
     bundle = begun.value.args[0]
     ended: SimpleQueue[bytes] = SimpleQueue()
-    machine = PipedMachine(interpreter_command(PROGRAM), "machine 1", ended.put)
+    machine = PipedMachine(local_command(), "machine 1", ended.put)
     stalls, has_asked = threading.Event(), threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
         machine.begin(bundle, 1, 2, 1, f"127.0.0.1:{server.getsockname()[1]}")

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.arguments import check_integer
-from unisono.engines.piped import PROGRAM, PipedMachine, PipedRun
-from unisono.launch.starting.process_ends import interpreter_command
+from unisono.engines.piped import PROGRAM, PipedMachine, PipedRun, local_command
 from unisono.protocols import Run
 
 
@@ -48,7 +47,7 @@ class Local:
         return self.machines
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
-        commands = [interpreter_command(PROGRAM)] * machines
+        commands = [local_command()] * machines
         names = [f"machine {number} of {machines}" for number in range(machines)]
         return start_piped(commands, names, bundle, per_machine, "127.0.0.1")
 
@@ -80,7 +79,7 @@ class Hosts:
         return len(self.hosts)
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
-        there = shlex.join([self.python, "-P", "-c", PROGRAM])
+        there = shlex.join([self.python, "-P", "-c", PROGRAM.format(parent="os.getppid()")])
         options = ["-T", "-o", "BatchMode=yes", *self.options, "-o", "ConnectTimeout=30"]  # the first value counts
         commands = [["ssh", *options, host, there] for host in self.hosts]
         return start_piped(commands, list(self.hosts), bundle, per_machine, self.hosts[0].rpartition("@")[2])

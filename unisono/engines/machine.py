@@ -2,8 +2,7 @@
 
 `main` serves `piped.PipedMachine`: it reads a line of JSON and the bundle from its standard input, and writes the
 outcome to the end of its standard output. The input stays open: a line "stop" is a request to stop early, and its end
-means that the caller is gone, as does the end of the parent process: a process that the caller has forked may hold the
-other end of the input.
+means that the caller is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from unisono.errors import UnisonoError
@@ -26,6 +26,7 @@ from unisono.launch.hosts.endpoint import free_port
 from unisono.outcome import Outcome
 
 MARK = b"\0unisono "  # begins a line of standard output that is not the workers'
+_GONE = "unisono: the caller is gone"
 _MARGIN_S = 10.0  # after the grace period, in which an agent without its caller has to end
 
 
@@ -54,16 +55,37 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
     return ended
 
 
-def main() -> None:
-    # Unbuffered, so that the thread that reads it holds no lock at exit; and not of the workers, who would read it too.
-    source, sink = open(os.dup(0), "rb", buffering=0), sys.stdout.buffer  # noqa: SIM115
-    with open(os.devnull) as nothing:
+class _Input(io.RawIOBase):
+    """Standard input, which ends when the process `parent` does, too: one that the caller has forked may hold the other
+    end. Unbuffered, so that the thread that reads it holds no lock at exit."""
+
+    def __init__(self, parent: int) -> None:
+        self._file = os.dup(0)
+        self._watched = [self._file]
+        with suppress(OSError):
+            if hasattr(os, "pidfd_open"):
+                self._watched.append(os.pidfd_open(parent))
+        if os.getppid() != parent:  # looked at later: that number may be another process's
+            sys.exit(_GONE)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        is_alone = select.select(self._watched, [], [])[0] == [self._file]
+        return os.readv(self._file, [buffer]) if is_alone else 0
+
+
+def main(parent: int) -> None:
+    """Run the machine, as long as the process `parent`, which is this one's, lives."""
+    source, sink = _Input(parent), sys.stdout.buffer
+    with open(os.devnull) as nothing:  # the workers would read it, too
         os.dup2(nothing.fileno(), 0)
-    given = json.loads(source.readline())
+    given = json.loads(source.readline() or sys.exit(_GONE))
     bundle = bytearray(given.pop("size"))
     rest = memoryview(bundle)
     while rest:
-        rest = rest[source.readinto(rest) or sys.exit("unisono: the caller is gone") :]
+        rest = rest[source.readinto(rest) or sys.exit(_GONE) :]
     if given["endpoint"].endswith(":0"):  # this is that host
         given["endpoint"] = f"{given['endpoint'][:-1]}{free_port()}"
         _say(sink, b"endpoint", given["endpoint"].encode())
@@ -83,12 +105,9 @@ def _say(sink: BinaryIO, what: bytes, data: bytes) -> None:
     sink.flush()
 
 
-def _obey(source: io.FileIO, grace_s: float) -> None:
+def _obey(source: _Input, grace_s: float) -> None:
     """Body of the thread that hears the caller, and ends this process when it is gone."""
-    watched: list[Any] = [source]
-    if hasattr(os, "pidfd_open"):
-        watched.append(os.pidfd_open(os.getppid()))
-    while select.select(watched, [], [])[0] == [source] and (line := source.readline()):
+    while line := source.readline():
         if line == b"stop\n":
             os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGHUP)

@@ -7,6 +7,8 @@ outcome. Standard error is inherited.
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +18,17 @@ from subprocess import PIPE, Popen, TimeoutExpired
 
 from unisono.engines.machine import MARK
 from unisono.errors import UnisonoError, describe_exit
+from unisono.launch.starting.process_ends import interpreter_command
 from unisono.outcome import Outcome
 
-PROGRAM = "from unisono.engines.machine import main; main()"
-_ENDPOINT_S = 120.0  # for a machine to begin, which imports torch
+# The parent is known before the imports, which take seconds: afterwards it may be the one that has adopted an orphan.
+PROGRAM = "import os; parent = {parent}; from unisono.engines.machine import main; main(parent)"
+_ENDPOINT_S = 120.0  # for a machine to begin, which imports torch; and to take the next part of the bundle
+
+
+def local_command() -> list[str]:
+    """The command of a machine that is a child of this process."""
+    return interpreter_command(PROGRAM.format(parent=os.getpid()))
 
 
 class PipedMachine:
@@ -40,9 +49,8 @@ class PipedMachine:
         given = {"number": number, "count": count, "per_machine": per_machine, "endpoint": endpoint}
         assert self._process.stdin is not None
         self._thread.start()
-        with suppress(OSError):  # it has ended already, which the thread reports
-            self._process.stdin.write(json.dumps({**given, "size": len(bundle)}).encode() + b"\n" + bundle)
-            self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended already, which the thread reports
+            self._send(json.dumps({**given, "size": len(bundle)}).encode() + b"\n" + bundle)
         if not endpoint.endswith(":0"):
             return endpoint
         try:
@@ -54,6 +62,19 @@ class PipedMachine:
             how = f"within {_ENDPOINT_S:.0f} s" if code is None else f"it {describe_exit(code)}"
             raise UnisonoError(f"{self._where} did not begin: {how}; what it has printed says why")
         return found
+
+    def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        file, rest, ready = self._process.stdin.fileno(), memoryview(data), select.poll()
+        os.set_blocking(file, False)  # from now on: nobody may wait for a machine that reads nothing
+        ready.register(file, select.POLLOUT)
+        while rest:
+            if not ready.poll(_ENDPOINT_S * 1000):
+                raise UnisonoError(
+                    f"{self._where} has taken {len(data) - len(rest)} of {len(data)} bytes of what it runs, and "
+                    f"nothing more within {_ENDPOINT_S:.0f} s; what it has printed says why, or a login by hand"
+                )
+            rest = rest[os.write(file, rest) :]
 
     def ask_to_stop(self) -> None:
         """Ask the workers to stop early."""

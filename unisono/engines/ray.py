@@ -14,9 +14,8 @@ from types import NoneType
 from typing import Any
 
 from unisono.arguments import check_integer, check_type
-from unisono.engines.piped import PROGRAM, PipedMachine
+from unisono.engines.piped import PipedMachine, local_command
 from unisono.errors import UnisonoError
-from unisono.launch.starting.process_ends import interpreter_command
 from unisono.outcome import Outcome
 from unisono.protocols import Run
 
@@ -26,7 +25,7 @@ class _Machine:
 
     def __init__(self) -> None:
         self._ended: SimpleQueue[bytes] = SimpleQueue()
-        self._machine = PipedMachine(interpreter_command(PROGRAM), "the agent", self._ended.put)
+        self._machine = PipedMachine(local_command(), "the agent", self._ended.put)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
         return self._machine.begin(bundle, number, count, per_machine, endpoint or f"{_address()}:0")
