@@ -423,6 +423,51 @@ def test_no_other_user_can_read_or_replace_what_a_job_gets_whatever_the_umask(
     assert [f"{each.stat().st_mode:o}" for each in (bundle.parent, bundle.parent.parent)] == ["40700", "40700"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "owner", "above", "refusal"),
+    [
+        (0o755, 0, 0o775, None),
+        (0o1777, 0, 0o1777, None),  # others can add to it, and take nothing away
+        (0o777, 0, 0o755, r"/jobs has mode 0777, .* chmod go-w \S+/jobs, or pass a directory of your own"),
+        (0o775, 0, 0o755, r"/jobs has mode 0775, "),
+        (0o755, 0, 0o777, r"/above has mode 0777, "),
+        (0o1777, 12345, 0o755, r"/jobs belongs to user 12345, .* run; pass a directory of your own"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_in_which_others_can_replace_a_job_s_files_is_refused(
+    mode: int, owner: int, above: int, refusal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    (directory := tmp_path / "above" / "jobs").mkdir(parents=True)
+    for each, its in (directory, mode), (directory.parent, above):
+        each.chmod(its)
+    os.chown(directory, owner, -1)
+    with pytest.raises(FileNotFoundError if refusal is None else UnisonoError, match=refusal or "sbatch"):
+        Slurm(1, str(directory)).start(b"bundle", 1, 1)
+    assert len([*directory.iterdir()]) == (refusal is None)
+
+
+def test_a_controller_of_slurm_that_hangs_is_waited_for_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("sbatch", "squeue", "scancel"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 1000\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for limit in ("_SUBMIT_S", "_ANSWER_S", "_WRITTEN_S"):
+        monkeypatch.setattr(slurm_engine, limit, 0.1)
+    with pytest.raises(UnisonoError, match="sbatch has not answered within 0 s; `scontrol ping` says whether"):
+        Slurm(1, str(tmp_path / "jobs")).start(b"bundle", 1, 1)
+    assert [*tmp_path.glob("jobs/*/bundle")] == []  # the job may be queued, and must not begin later
+    run = slurm_engine._SlurmRun("7", tmp_path, 1)
+    assert [*run.outcomes(0), *run.outcomes(0)] == []  # as of one that is away
+    run.ask_to_stop()
+    assert [each.message for each in caplog.records] == [
+        "SLURM's job 7 may run on: scancel has not answered within 0.1 s; cancel it when the controller is up"
+    ]
+
+
 def test_slurm_s_controller_may_be_away_and_a_job_that_it_has_forgotten_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

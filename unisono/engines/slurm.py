@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shlex
+import stat
 import subprocess
 import sys
 import time
@@ -23,8 +26,12 @@ from unisono.protocols import Run
 
 _PROGRAM = "from unisono.engines.slurm import run_node; run_node()"
 _LOOK_S = 1.0  # between two questions to the controller
+_ANSWER_S = 30.0  # for an answer; it may hang
+_SUBMIT_S = 120.0  # for sbatch, which waits for one that is busy
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _WRITTEN_S = 10.0  # from a job's end until what it has written is seen here
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,8 @@ class Slurm:
 
     Attributes:
         nodes: the number of nodes.
-        directory: where the files of the job are; on a file system that all nodes share.
+        directory: where the files of the job are; on a file system that all nodes share, and not one that others may
+            write to, unless it is sticky, as /tmp is.
         options: for `sbatch`, such as ("--gpus-per-node=4", "--time=60", "--partition=a").
         variables: the environment variables that are sent, besides those that sbatch exports.
     """
@@ -51,17 +59,45 @@ class Slurm:
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
         directory = Path(self.directory).absolute() / uuid4().hex[:12]
-        directory.parent.mkdir(0o700, parents=True, exist_ok=True)  # who can write to it can replace what is in it
+        directory.parent.mkdir(0o700, parents=True, exist_ok=True)
+        _check_kept(directory.parent)
         directory.mkdir(0o700)  # the bundle has the run's secret
         (directory / "bundle").write_bytes(bundle)
         command = shlex.join([*interpreter_command(_PROGRAM), str(directory), str(per_machine)])
         script = directory / "job.sh"
         script.write_text(f"#!/bin/bash\nexec srun --ntasks-per-node=1 --kill-on-bad-exit=0 {command}\n")
         asked = ["sbatch", "--parsable", f"--nodes={machines}", "--ntasks-per-node=1", f"--output={directory}/output"]
-        done = subprocess.run([*asked, *self.options, str(script)], capture_output=True, text=True, check=False)
+        try:
+            done = _call(*asked, *self.options, str(script), timeout_s=_SUBMIT_S)
+        except subprocess.TimeoutExpired:
+            (directory / "bundle").unlink()
+            raise UnisonoError(
+                f"sbatch has not answered within {_SUBMIT_S:.0f} s; `scontrol ping` says whether SLURM's controller is "
+                "up. Call spawn again when it is: a job that it has queued all the same ends at once, without its files"
+            ) from None
         if done.returncode:
             raise UnisonoError(f"sbatch: {done.stderr.strip() or describe_exit(done.returncode)}")
         return _SlurmRun(done.stdout.strip().partition(";")[0], directory, machines)
+
+
+def _check_kept(directory: Path) -> None:
+    """Refuse a directory in which others can replace what this user makes there: code, which the nodes run. Those above
+    it may be a group's, as a project's are. UnisonoError."""
+    place = directory.resolve()
+    for each in (place, *place.parents, *directory.parents):
+        found = each.stat()
+        may_write = found.st_mode & (0o022 if each == place else 0o002) and not found.st_mode & stat.S_ISVTX
+        is_foreign = each == place and found.st_uid not in (0, os.geteuid())
+        if may_write or is_foreign:
+            what = f"belongs to user {found.st_uid}" if is_foreign else f"has mode {stat.S_IMODE(found.st_mode):04o}"
+            raise UnisonoError(
+                f"Slurm(directory={str(directory)!r}): {each} {what}, so that other users can replace there what the "
+                f"nodes run; {'' if is_foreign else f'chmod go-w {each}, or '}pass a directory of your own"
+            )
+
+
+def _call(*command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
 
 
 class _SlurmRun:
@@ -111,14 +147,21 @@ class _SlurmRun:
         return has_ended
 
     def _cancel(self, *options: str) -> None:
-        subprocess.run(["scancel", *options, self._job], capture_output=True, check=False)
+        try:
+            _call("scancel", *options, self._job, timeout_s=_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "SLURM's job %s may run on: scancel has not answered within %g s; cancel it when the controller is up",
+                *(self._job, _ANSWER_S),
+            )
 
     def _has_ended(self) -> bool:
         """Ask the controller, which may be away for a while: what it said last is true until it answers."""
         asked = ["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self._job}"]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False)
-        if not done.returncode or "Invalid job id" in done.stderr:  # it has forgotten the job
-            self._state = done.stdout.strip()
+        with suppress(subprocess.TimeoutExpired):
+            done = _call(*asked, timeout_s=_ANSWER_S)
+            if not done.returncode or "Invalid job id" in done.stderr:  # it has forgotten the job
+                self._state = done.stdout.strip()
         return not self._state or self._state.startswith(_ENDED)
 
     def _show(self) -> None:
