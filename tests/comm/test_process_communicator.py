@@ -5,6 +5,7 @@ Several processes meet in `tests/contract`.
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from modes import default_group
 
 from unisono import spawn
+from unisono.comm import sealing
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.outcome import Outcome
@@ -51,6 +53,35 @@ def test_an_end_destroys_a_group_of_its_own_and_tells_the_store_why(tmp_path):
         assert (repr(left.error), left.where) == ("LookupError('no such digit')", "rank 0")
 
 
+@pytest.fixture(params=["", "one" * 10], ids=["no secret", "a secret"])
+def secret(request: pytest.FixtureRequest) -> Iterator[str]:
+    sealing.use_secret(request.param)
+    yield request.param
+    sealing.use_secret("")
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"", b"junk", pickle.dumps("a stranger's"), b"unisono signed " + bytes(40)],
+    ids=["empty", "junk", "a pickle", "a forged signature"],
+)
+def test_an_abort_replaces_what_a_stranger_has_left_in_the_reason_s_place(store, secret, junk):
+    store.set("unisono/failure", junk)
+    sealed = sealing.sealed_store(store)
+    ProcessCommunicator(CPU, sealed).abort(LookupError("no such digit"))
+    assert not dist.is_initialized()
+    assert repr(Outcome.from_bytes(sealed.get("unisono/failure")).error) == "LookupError('no such digit')"
+
+
+@pytest.mark.parametrize("end", [ProcessCommunicator.leave, lambda comm: comm.abort(LookupError())])
+def test_an_end_destroys_the_group_though_the_store_is_gone(store, end):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    end(ProcessCommunicator(CPU, client))
+    assert not dist.is_initialized()
+
+
 DEPARTED = {"unisono/departed/0": b"1"}
 
 
@@ -77,6 +108,28 @@ def test_who_is_woken_by_the_transport_looks_up_why(store, monkeypatch, keys, me
         assert str(broken.value).startswith(f"rank 0 cannot complete barrier(): {message}")
         cause = broken.value.__cause__
         assert cause is transport or repr(cause) == "LookupError('no such digit')"
+
+
+class Vanishing(dist.HashStore):
+    """A stranger deletes each key between two looks."""
+
+    def check(self, keys):
+        found = super().check(keys)
+        for key in keys:
+            self.delete_key(key)
+        return found
+
+
+def test_a_reason_that_is_junk_or_vanishes_or_is_of_a_stranger_delays_no_other(store, secret, monkeypatch):
+    transport = RuntimeError("Connection reset")
+    monkeypatch.setattr(dist, "all_reduce", Mock(side_effect=transport))
+    departed, unknown = "rank 0 has left", "a peer is gone"
+    for plain, message in (store, unknown if secret else departed), (Vanishing(), unknown):
+        for key, value in {**DEPARTED, "unisono/failure": b"junk"}.items():
+            plain.set(key, value)
+        comm = ProcessCommunicator(CPU, sealing.sealed_store(plain))
+        with pytest.raises(BrokenWorldError, match=rf"rank 0 cannot complete barrier\(\): {message}"):
+            comm.barrier()
 
 
 @pytest.mark.parametrize(

@@ -379,6 +379,11 @@ def test_long_texts_that_differ_behind_the_cut_are_told_apart_and_harm_no_other_
     assert found[0].startswith("called xxx")
 
 
+def test_memory_that_the_first_rank_does_not_share_is_waited_for_no_longer_than_the_timeout() -> None:
+    with pytest.raises(dist.DistStoreError, match="rank 1 has waited in vain for rank 0 to share its memory"):
+        map_together(dist.HashStore(), 1, 2, 4096, timedelta(seconds=0.1))
+
+
 @pytest.mark.parametrize("kind", ["a path", "a file", "another name", "another size", "a pipe"])
 def test_no_file_is_opened_that_is_no_memory_of_a_rank_whatever_the_store_says(kind: str, tmp_path: Path) -> None:
     victim = tmp_path / "victim"

@@ -47,7 +47,7 @@ from unisono.comm.operations import (
     mismatch_error,
     name_ranks,
 )
-from unisono.comm.sealing import seal, tensor_of, unseal
+from unisono.comm.sealing import UnsignedError, seal, tensor_of, unseal
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.comm.shutdown import end_group
@@ -75,6 +75,7 @@ _ADVICE = (
 )
 _OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and in NCCL's
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
+_NOTHING = "nothing"  # what no rank writes
 
 
 class ProcessCommunicator:
@@ -224,18 +225,17 @@ class ProcessCommunicator:
     def abort(self, cause: BaseException) -> None:
         if self._broken is None:
             self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
-            if self._store is not None:
-                reason = Outcome.failure(cause, f"rank {self.rank}").to_bytes()
-                # The store keeps the first failure of all ranks; a later one is a consequence of it.
-                self._store.compare_set(_FAILURE, "", reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
+            with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+                self._leave_reason(cause)
             self._end(is_broken=True)
 
     def leave(self) -> None:
         if not self._has_left:
             self._has_left = True
-            if self._store is not None:
-                # Peers that wait in vain look for this, and report a departure instead of a time-out.
-                self._store.set(_DEPARTED.format(self.rank), "1")
+            with contextlib.suppress(RuntimeError):
+                if self._store is not None:
+                    # Peers that wait in vain look for this, and report a departure instead of a time-out.
+                    self._store.set(_DEPARTED.format(self.rank), "1")
             self._end()
 
     def _run(self, call: Call, operation: Callable[[], R] | None = None) -> R:
@@ -348,8 +348,7 @@ class ProcessCommunicator:
         here = self._here
         missing = here.missing() if here is not None else []
         with contextlib.suppress(RuntimeError):
-            store, ranks = self._store, range(self.size)
-            if store is not None and (gone := [each for each in ranks if store.check([_DEPARTED.format(each)])]):
+            if gone := [each for each in range(self.size) if self._read(_DEPARTED.format(each))]:
                 # The others arrived, and left as victims.
                 return departure([rank for rank in gone if rank in missing] or gone), error
         if missing:
@@ -357,12 +356,30 @@ class ProcessCommunicator:
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
 
     def _failure_of_a_peer(self) -> tuple[str, BaseException] | None:
-        with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
-            if self._store is not None and self._store.check([_FAILURE]):
-                peer = Outcome.from_bytes(self._store.get(_FAILURE))
+        with contextlib.suppress(Exception):  # the store's server may be gone with the peer; without a secret, any junk
+            if data := self._read(_FAILURE):
+                peer = Outcome.from_bytes(data)
                 if peer.error is not None:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
         return None
+
+    def _leave_reason(self, cause: BaseException) -> None:
+        if self._store is None:
+            return
+        reason: Any = Outcome.failure(cause, f"rank {self.rank}").to_bytes()  # annotated as str, takes bytes
+        # The store keeps the first failure of all ranks; a later one is a consequence of it.
+        with contextlib.suppress(UnsignedError):
+            self._store.compare_set(_FAILURE, "", reason)
+        if self._failure_of_a_peer() is None:  # somebody else has written there
+            self._store.set(_FAILURE, reason)
+
+    def _read(self, key: str) -> bytes:
+        """What a rank has left in the store; b"" if none has."""
+        with contextlib.suppress(UnsignedError):
+            if self._store is not None and self._store.check([key]):
+                # Not by `get`, which would wait where somebody has deleted the key: this one sets nothing.
+                return self._store.compare_set(key, _NOTHING, _NOTHING).removeprefix(_NOTHING.encode())
+        return b""
 
     def _end_wait(self) -> bool:
         """End the device's wait if a peer has failed; return whether one has. Runs in the watch's thread."""

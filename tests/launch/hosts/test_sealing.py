@@ -381,6 +381,49 @@ def test_a_run_goes_on_while_a_stranger_reaches_its_port(networks: tuple[str, st
     assert not (tmp_path / "owned").exists()
 
 
+STAYING = """
+import torch, unisono
+from pathlib import Path
+from faults import until
+unisono.join_world(backend="cpu", process_group="gloo")
+Path(f"../joined-{unisono.rank()}").touch()
+
+def fail(index):
+    if index == 0:
+        until(Path("../junk").exists)
+        raise LookupError("no such digit")
+    unisono.all_reduce(torch.ones(1))
+
+try:
+    unisono.spawn(fail, backend="cpu", process_group="gloo")
+except Exception as error:
+    print(type(error).__name__, error)
+    Path(f"../ended-{unisono.rank()}").touch()
+    until(Path("../ended-1").exists)  # the end of a process would wake its peers, too
+"""
+
+
+@pytest.mark.slow
+def test_who_writes_in_the_place_of_a_reason_lets_no_rank_wait_for_one_that_has_failed(tmp_path: Path) -> None:
+    port = free_port()
+    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "UNISONO_RDZV_SECRET": "secret" * 10}
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    with (
+        Script(STAYING, tmp_path / "0", RANK="0", GROUP_RANK="0", **shared) as first,
+        Script(STAYING, tmp_path / "1", RANK="1", GROUP_RANK="1", **shared) as second,
+    ):
+        until(lambda: len([*tmp_path.glob("joined-?")]) == 2)
+        stranger = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        stranger.set("unisono/unisono/failure", b"junk")  # type: ignore[arg-type]
+        (tmp_path / "junk").touch()
+        ends = [each.end() for each in (first, second)]
+    assert ends[0][1].startswith("LookupError no such digit"), ends
+    assert "rank 1 cannot complete all_reduce" in ends[1][1], ends
+    assert "rank 0 failed with LookupError: no such digit" in ends[1][1], ends
+
+
 def test_reports_that_somebody_keeps_overwriting_are_one_line(
     no_secret: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,8 +72,9 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
     cannot. DistStoreError, if some ranks did not join within `timeout`."""
     if not futex.SUPPORTED:
         return None
+    deadline = time.monotonic() + timeout.total_seconds()
     try:
-        mapping = _create(store, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
+        mapping = _create(store, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes, deadline)
     except OSError as error:
         store.set(_REFUSED, str(rank))
         # What a rank of another machine does not find, or may not open, was never shared with it.
@@ -82,7 +83,6 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
         return None
     if mapping is None:
         return None
-    deadline = time.monotonic() + timeout.total_seconds()
     while missing := mapping.missing():
         if store.check([_REFUSED]):
             return None
@@ -103,11 +103,13 @@ def _create(store: Store, size: int, num_bytes: int) -> Mapping:
     return mapping
 
 
-def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
+def _open(store: Store, rank: int, size: int, num_bytes: int, deadline: float) -> Mapping | None:
     """Open what the first rank has created; None if it could not."""
     while not store.check([_PLACE]):  # `get` would wait indefinitely if the first rank could not create it
         if store.check([_REFUSED]):
             return None
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"rank {rank} has waited in vain for rank 0 to share its memory")
         time.sleep(_POLL_S)
     pid, number, token, network = store.get(_PLACE).decode().split()
     path = f"/proc/{pid}/fd/{number}"
