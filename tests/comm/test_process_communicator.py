@@ -73,8 +73,14 @@ def test_an_abort_replaces_what_a_stranger_has_left_in_the_reason_s_place(store,
     assert repr(Outcome.from_bytes(sealed.get("unisono/failure")).error) == "LookupError('no such digit')"
 
 
+@pytest.fixture(scope="module")
+def warm_store() -> None:
+    """The first store of a process opens a pipe that its library keeps for signals."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+
 @pytest.mark.parametrize("end", [ProcessCommunicator.leave, lambda comm: comm.abort(LookupError())])
-def test_an_end_destroys_the_group_though_the_store_is_gone(store, end):
+def test_an_end_destroys_the_group_though_the_store_is_gone(store, warm_store, end):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     del server

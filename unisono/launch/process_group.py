@@ -14,13 +14,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from unisono.comm.operations import name_ranks
 from unisono.comm.sealing import agree, check_peers, has_secret, seal_objects, sealed_store, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
 from unisono.errors import UnisonoError
@@ -33,6 +34,9 @@ from unisono.world import World
 _LINGER_S = 5.0  # how long rank zero's store outlives a failure at most, for peers that have not read the reason yet
 _CLOSE_S = 10.0  # how long it waits for the last rank to leave
 _REACH_S = 10.0  # for a connection to another machine
+_SILENT_S = 10.0  # how long a rank waits for others without a word
+_NEXT = 128  # machines: so many connections fit into a socket from which nobody takes them
+_ADDRESS = "unisono/reach/{}"
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 logger = logging.getLogger(__name__)
@@ -142,24 +146,46 @@ def _name_interface(place: RankPlace) -> None:
 @contextlib.contextmanager
 def _reached(place: RankPlace, store: dist.distributed_c10d.Store) -> Iterator[None]:
     """Check that ports are open between the machines, as the transport needs: it would wait for minutes, and not say
-    for what. Each rank connects to the one in its place on the next machine, and can itself be reached in the block."""
-    own = address_towards(place.address, place.port) if place.world_size > place.local_world_size else None
-    is_stale = place.is_store_there and not place.store  # what the store has may be from before a restart
-    if own is None or is_stale or os.environ.get("GLOO_SOCKET_IFNAME") != interface_of(own):
+    for what. Each rank connects to the one in its place on each other machine, of many on the next ones, and can itself
+    be reached in the block."""
+    if place.world_size == place.local_world_size or (place.is_store_there and not place.store):
+        yield  # what such a store has may be from before a restart
+        return
+    own = address_towards(place.address, place.port)
+    if own is None or os.environ.get("GLOO_SOCKET_IFNAME") != interface_of(own):
+        store.set(_ADDRESS.format(place.rank), "")  # nobody may wait for it
         yield
         return
-    with socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET) as here:
-        store.set(f"unisono/reach/{place.rank}", f"{own} {here.getsockname()[1]}")
-        other = (place.rank + place.local_world_size) % place.world_size
-        host, port = store.get(f"unisono/reach/{other}").decode().split()
-        try:
-            socket.create_connection((host, int(port)), _REACH_S).close()
-        except OSError as error:
-            raise UnisonoError(
-                f"rank {place.rank} cannot reach rank {other} at {host}:{port} ({error}): besides the port of "
-                f"{place.address}:{place.port}, all ports from 1024 must be open between the machines"
-            ) from None
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    with socket.create_server((own, 0), family=family, backlog=_NEXT) as here:
+        store.set(_ADDRESS.format(place.rank), f"{own} {here.getsockname()[1]}")
+        step = place.local_world_size
+        others = [(place.rank + each) % place.world_size for each in range(step, place.world_size, step)[:_NEXT]]
+        _warn_of_absent(place, others, store)
+        for other in others:
+            host, _, port = store.get(_ADDRESS.format(other)).decode().partition(" ")
+            try:
+                if port:
+                    socket.create_connection((host, int(port)), _REACH_S).close()
+            except OSError as error:
+                raise UnisonoError(
+                    f"rank {place.rank} cannot reach rank {other} at {host}:{port} ({error}): besides the port of "
+                    f"{place.address}:{place.port}, all ports from 1024 must be open between the machines"
+                ) from None
         yield
+
+
+def _warn_of_absent(place: RankPlace, others: Sequence[int], store: dist.distributed_c10d.Store) -> None:
+    """Wait for these ranks to come to the store, for a while; then name those that have not."""
+    try:
+        store.wait([_ADDRESS.format(other) for other in others], timedelta(seconds=_SILENT_S))
+    except dist.DistStoreError:
+        if absent := [other for other in others if not store.check([_ADDRESS.format(other)])]:
+            logger.warning(
+                "rank %d waits at %s:%d for %s, after %g s still: does it run, and reach that address? What its "
+                "machine has printed says more",
+                *(place.rank, place.address, place.port, name_ranks(absent), _SILENT_S),
+            )
 
 
 def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Store:

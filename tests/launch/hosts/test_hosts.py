@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,10 +13,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from agents import agent, close_ports, free_port, kill_all, pull_cable
 from faults import SOON_S, Line, Script
 
+from unisono.errors import UnisonoError
+from unisono.launch import process_group
 from unisono.launch.hosts.endpoint import address_towards, listening_address, serve_store
+from unisono.launch.hosts.environment import RankPlace
+from unisono.launch.process_group import _LOOPBACK as LOOPBACK
 
 EPOCHS, SAMPLES = 2, 61
 
@@ -219,6 +225,53 @@ def test_a_firewall_that_lets_only_the_rendezvous_pass_is_named_at_once(
         assert one.survivors() == [] == two.survivors()
 
 
+def place_of(rank: int, size: int, port: int) -> RankPlace:
+    """Each rank is a machine; here, all are on the loopback."""
+    return RankPlace("a test", rank, size, 0, 1, rank, "127.0.0.1", port, store="start")
+
+
+@pytest.mark.parametrize("closed", range(1, 4))
+def test_a_rank_tries_its_place_on_each_other_machine(closed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
+    store = dist.HashStore()
+    with contextlib.ExitStack() as stack:
+        for rank in range(1, 4):
+            open_port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            store.set(f"unisono/reach/{rank}", f"127.0.0.1 {free_port() if rank == closed else open_port}")
+        with pytest.raises(UnisonoError, match=rf"rank 0 cannot reach rank {closed} at 127\.0\.0\.1:\d+ \(.*refused"):
+            stack.enter_context(process_group._reached(place_of(0, 4, free_port()), store))
+
+
+def test_no_rank_waits_for_one_whose_transport_has_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, port = dist.HashStore(), free_port()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "another")
+    with process_group._reached(place_of(1, 2, port), store):
+        pass
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
+    with process_group._reached(place_of(0, 2, port), store):
+        assert store.get("unisono/reach/0").startswith(b"127.0.0.1 ")
+
+
+ALONE = """
+import unisono
+from unisono.launch import process_group
+process_group._SILENT_S = 0.1
+unisono.join_world(timeout=3, backend="cpu")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_others_to_come_says_for_which(tmp_path: Path) -> None:
+    shared = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with Script(ALONE, tmp_path, RANK="0", MASTER_PORT=(port := str(free_port())), **shared) as script:
+        code, _, errors = script.end()
+    assert code == 1
+    assert errors.count("does it run") == 1
+    line = f"rank 0 waits at 127.0.0.1:{port} for ranks [1, 2], after 0.1 s still: does it run, and reach that address?"
+    assert line in errors
+    assert "rank 0 of 3, announced by the variables RANK, WORLD_SIZE and LOCAL_RANK, could not meet its peers" in errors
+
+
 # The store: where it listens, and what is not printed when its server is gone.
 
 
@@ -265,6 +318,35 @@ def test_a_store_is_not_reached_from_other_networks_of_its_machine():
         assert not store.check(["key"])
         assert reaches(host, port)
         assert not reaches(other, port)
+
+
+LISTENING = """
+import psutil, unisono
+unisono.join_world(backend="cpu", process_group="gloo")
+unisono.barrier()
+print({each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"})
+unisono.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [{}, {"GLOO_SOCKET_IFNAME": LOOPBACK}], ids=["by the endpoint", "by the variable"])
+def test_gloo_listens_at_the_interface_that_leads_to_the_endpoint_or_is_named(
+    chosen: dict[str, str], tmp_path: Path
+) -> None:
+    outward = address_towards(OTHER, 1)
+    if outward is None:
+        pytest.skip("this machine has one network only")
+    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": outward, **chosen}
+    shared["MASTER_PORT"] = str(free_port())
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    with (
+        Script(LISTENING, tmp_path / "0", RANK="0", GROUP_RANK="0", **shared) as first,
+        Script(LISTENING, tmp_path / "1", RANK="1", GROUP_RANK="1", **shared) as second,
+    ):
+        ends = [each.end() for each in (first, second)]
+    assert [eval(output) for _, output, _ in ends] == [{outward, at := "127.0.0.1" if chosen else outward}, {at}], ends
 
 
 JOINING = """
