@@ -42,6 +42,26 @@ print(Device("TPU", 1), Device("TPU").torch_device, family_names()[0])
 """
 
 
+ELSEWHERE = """
+import os
+
+from unisono.backends import get_backend
+
+tpu = get_backend("tpu")
+os.chdir(os.environ["PYTHONPATH"].split(os.pathsep)[0] + "/theirs")
+print(len(tpu.worker_environment(2)))
+"""
+
+
+@pytest.mark.slow
+def test_the_process_that_is_asked_imports_nothing_from_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    for name in ("json", "sitecustomize", "torch"):
+        (tmp_path / "theirs" / f"{name}.py").write_text("raise SystemExit('the code of another user has run')")
+    done = run_installed(ELSEWHERE, tmp_path, "torch_tpu", PACKAGE, "[torch.backends]\ntorch_tpu = torch_tpu:load\n")
+    assert done.stdout == "1\n", done.stderr
+
+
 @pytest.mark.slow
 def test_what_workers_need_is_in_no_other_environment_and_a_tpu_is_torch_tpu_s(tmp_path: Path) -> None:
     done = run_installed(SCRIPT, tmp_path, "torch_tpu", PACKAGE, "[torch.backends]\ntorch_tpu = torch_tpu:load\n")

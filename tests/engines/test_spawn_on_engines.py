@@ -31,7 +31,9 @@ from faults import Script, survivors, until
 from on_engine import EPOCHS, SAMPLES
 
 from unisono import Output, spawn
+from unisono.comm import sealing
 from unisono.engines import Hosts, Local, Ray, Slurm
+from unisono.engines import ray as ray_engine
 from unisono.engines import slurm as slurm_engine
 from unisono.engines.piped import PipedMachine, local_command
 from unisono.errors import StoppedError, UnisonoError
@@ -62,11 +64,13 @@ class Ground(NamedTuple):
         engine: as an expression; "{directory}" stands for the script's.
         enter: precedes the command.
         environ: further variables.
+        home: where the agents' commands start, if not in the script's directory.
     """
 
     engine: str
     enter: tuple[str, ...] = ()
     environ: dict[str, str] = {}  # noqa: RUF012 - never changed
+    home: Path | None = None
 
     def start(self, directory: Path, how: str, nprocs: int = 4) -> subprocess.Popen[str] | warm_scripts.Forked:
         if self.engine == "Local(2)":
@@ -107,7 +111,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     Path("/run/sshd").mkdir(exist_ok=True)
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)], check=True)
-    (directory / "python").write_text(f'#!/bin/sh\nPYTHONPATH={os.pathsep.join(sys.path)} exec {sys.executable} "$@"\n')
+    (home := directory / "home").mkdir()
+    path = os.pathsep.join(sys.path)
+    (directory / "python").write_text(f'#!/bin/sh\ncd {home}\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
     (directory / "python").chmod(0o755)
     port = 20000 + os.getpid() % 10000
     settings = ["UsePAM=no", "StrictModes=no", "PermitRootLogin=yes", f"AuthorizedKeysFile={directory}/user.pub"]
@@ -117,7 +123,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     known = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
     given = ("-p", str(port), "-i", str(directory / "user"), *known)
     try:
-        yield Ground(f"Hosts(['root@::1', 'root@127.0.0.2'], python='{directory}/python', options={given})")
+        engine = f"Hosts(['root@::1', 'root@127.0.0.2'], python='{directory}/python', options={given})"
+        yield Ground(engine, home=home)
     finally:
         daemon.kill()
         daemon.wait()
@@ -156,6 +163,37 @@ def test_results_come_by_rank_in_the_script_s_own_classes(ground: Ground, tmp_pa
         assert all(f"rank {rank} is here \ufffd\n" in found["output"] for rank in range(4))
     for directory in tmp_path.glob("jobs/*"):  # where SLURM's job has the secret of the run
         assert directory.stat().st_mode & 0o077 == 0
+
+
+def plant(directory: Path) -> None:
+    """Put modules there that another user has written."""
+    for name in ("json", "multiprocessing", "pickle", "sitecustomize", "torch", "unisono"):
+        (directory / f"{name}.py").write_text("raise SystemExit('the code of another user has run')")
+
+
+def test_no_agent_imports_from_the_directory_in_which_it_is_started(ground: Ground, tmp_path: Path) -> None:
+    plant(tmp_path)
+    if ground.home is not None:
+        plant(ground.home)
+    try:
+        assert len(ground.run(tmp_path, "return")["results"]) == 4
+    finally:
+        for each in ground.home.iterdir() if ground.home is not None else ():
+            each.unlink()
+
+
+def test_an_actor_of_ray_imports_nothing_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    actor = ray_engine._Machine()  # which needs no Ray
+    assert actor.begin(b"", 0, 1, 1, "127.0.0.1:0").startswith("127.0.0.1:")  # it has imported all, and nothing to run
+    actor.kill()
+
+
+def test_the_machines_of_each_call_get_a_secret_of_their_own() -> None:
+    found = [{*spawn(lambda index: sealing._secret, nprocs=2, engine=Local(2), backend="cpu")} for _ in range(2)]
+    assert [len(each) for each in found] == [1, 1]
+    assert [len(each) for each in found[0] | found[1]] == [64, 64]
 
 
 def test_an_exception_comes_in_its_own_type_with_its_place(ground: Ground, tmp_path: Path) -> None:

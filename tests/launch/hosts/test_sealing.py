@@ -19,6 +19,7 @@ from faults import Script, until
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
+from unisono import spawn
 from unisono.comm import sealing
 from unisono.comm.operations import HOST
 from unisono.launch.hosts.agent_round import MachineReport
@@ -379,6 +380,28 @@ def test_a_run_goes_on_while_a_stranger_reaches_its_port(networks: tuple[str, st
     assert "".join(output for _, output, _ in ends).count("[0, 1]") == 2
     assert "not signed with the secret of this run" in "".join(errors for _, _, errors in ends)
     assert not (tmp_path / "owned").exists()
+
+
+def secret_here(index: int = 0) -> bytes:
+    return sealing._secret
+
+
+SAYING = "from unisono.comm import sealing\nprint(sealing._secret)\n"
+
+
+@pytest.mark.slow
+def test_each_spawn_and_each_run_of_one_machine_makes_a_secret_of_its_own(tmp_path: Path) -> None:
+    found = [spawn(secret_here, nprocs=2, backend="cpu") for _ in range(2)]
+    (tmp_path / "say.py").write_text(SAYING)
+    for number in range(2):
+        command = ["run", "-n", "2", "--backend", "cpu", "--no-prefix", str(tmp_path / "say.py")]
+        with agent(tmp_path / str(number), *command) as run:
+            code, output, errors = run.end()
+        assert code == 0, errors
+        found.append([eval(line) for line in output.splitlines()])
+    assert [len({*each}) for each in found] == [1] * 4  # the ranks know the same
+    assert len({each[0] for each in found}) == 4
+    assert all(len(each[0]) == 64 for each in found)
 
 
 STAYING = """

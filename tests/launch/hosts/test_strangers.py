@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from textwrap import indent
 
 import psutil
 import pytest
@@ -242,7 +243,20 @@ while True:
 """
 
 
-def test_nobody_becomes_a_rank_on_the_loopback(tmp_path: Path) -> None:
+SPAWNING = f"""
+import unisono
+
+def work(index):
+{indent(GROUPS, "    ")}
+
+if __name__ == "__main__":
+    sys.argv[1:] = [SHARED]
+    unisono.spawn(work, nprocs=2, backend="cpu")
+"""
+
+
+@pytest.mark.parametrize("how", ["run", "spawn"])
+def test_nobody_becomes_a_rank_on_the_loopback(how: str, tmp_path: Path) -> None:
     (train := tmp_path / "train.py").write_text(GROUPS)
     owned = tmp_path / "owned"
     for name in ("1", "2"):
@@ -258,7 +272,8 @@ def test_nobody_becomes_a_rank_on_the_loopback(tmp_path: Path) -> None:
         assert (lines := stranger.process.stdout) is not None
         assert lines.readline() == "looks\n"
         arguments = ["run", "-n", "2", "--backend", "cpu", str(train), str(tmp_path)]
-        with agent(tmp_path / "2", *arguments) as run:
+        spawning = f"import sys\nSHARED = {str(tmp_path)!r}\n{SPAWNING}"
+        with agent(tmp_path / "2", *arguments) if how == "run" else Script(spawning, tmp_path / "2") as run:
             until(lambda: len([*tmp_path.glob("rank-*")]) == 2)
             first = int(next(tmp_path.glob("rank-0-*")).name.removeprefix("rank-0-"))
             with contextlib.suppress(psutil.NoSuchProcess):  # the run has ended, as it has to
