@@ -245,10 +245,8 @@ def start_waiting(ground: Ground, directory: Path, how: str = "wait") -> subproc
     return process
 
 
-def test_no_agent_outlives_a_caller_that_is_killed_though_a_child_of_it_holds_its_pipes(
-    local: Ground, tmp_path: Path
-) -> None:
-    process = start_waiting(local, tmp_path, "wait beside a child")  # which keeps the caller's pipes open
+def test_no_agent_outlives_a_caller_that_is_killed_though_a_child_of_it_lives_on(local: Ground, tmp_path: Path) -> None:
+    process = start_waiting(local, tmp_path, "wait beside a child")
     caller = psutil.Process(process.pid)
     until(lambda: len(caller.children()) == 3)
     first, second, child = sorted(caller.children(), key=psutil.Process.create_time)
@@ -263,6 +261,22 @@ def test_no_agent_outlives_a_caller_that_is_killed_though_a_child_of_it_holds_it
             each.send_signal(signal.SIGKILL)
         process.communicate()
     assert survivors(rest) == []
+
+
+@pytest.mark.skipif(not HAS_SSH, reason="needs sshd, and root")
+def test_no_ssh_outlives_a_caller_that_is_killed_though_a_child_of_it_lives_on(hosts: Ground, tmp_path: Path) -> None:
+    process = start_waiting(hosts, tmp_path, "wait beside a child")
+    caller = psutil.Process(process.pid)
+    until(lambda: len(caller.children()) == 3)
+    *connections, child = sorted(caller.children(), key=psutil.Process.create_time)
+    try:
+        process.send_signal(signal.SIGKILL)
+        assert survivors([each.pid for each in connections], within_s=35) == []
+    finally:
+        for each in (*connections, child):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.communicate()
 
 
 DYING = """

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from subprocess import PIPE, Popen, TimeoutExpired
+from weakref import WeakSet
 
 from unisono.engines.machine import MARK
 from unisono.errors import UnisonoError, describe_exit
@@ -41,6 +42,7 @@ class PipedMachine:
         # A session of its own: Ctrl-C is the caller's, who asks.
         self._process = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
+        _machines.add(self)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
         """Send the machine what it runs, as for `run_machine`; port 0 of `endpoint` is a free one of that host, which
@@ -95,6 +97,21 @@ class PipedMachine:
             self._process.wait(10.0)
         except TimeoutExpired:
             self._process.kill()
+
+
+_machines: WeakSet[PipedMachine] = WeakSet()
+
+
+def _give_up_inputs() -> None:
+    """Let a forked process hold no machine's input: its end says that the caller is gone, and is all that ssh hears."""
+    with open(os.devnull, "wb") as nothing:
+        for machine in _machines:
+            if machine._process.stdin is not None and not machine._process.stdin.closed:
+                os.dup2(nothing.fileno(), machine._process.stdin.fileno(), inheritable=False)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_up_inputs)
 
 
 def _read(machine: PipedMachine) -> None:

@@ -37,6 +37,7 @@ _REACH_S = 10.0  # for a connection to another machine
 _SILENT_S = 10.0  # how long a rank waits for others without a word
 _NEXT = 128  # machines: so many connections fit into a socket from which nobody takes them
 _ADDRESS = "unisono/reach/{}"
+_HERE = "unisono/here/{}"
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ def _reached(place: RankPlace, store: dist.distributed_c10d.Store) -> Iterator[N
         store.set(_ADDRESS.format(place.rank), f"{own} {here.getsockname()[1]}")
         step = place.local_world_size
         others = [(place.rank + each) % place.world_size for each in range(step, place.world_size, step)[:_NEXT]]
-        _warn_of_absent(place, others, store)
+        _warn_of_absent(place, others, store, _ADDRESS)
         for other in others:
             host, _, port = store.get(_ADDRESS.format(other)).decode().partition(" ")
             try:
@@ -175,12 +176,12 @@ def _reached(place: RankPlace, store: dist.distributed_c10d.Store) -> Iterator[N
         yield
 
 
-def _warn_of_absent(place: RankPlace, others: Sequence[int], store: dist.distributed_c10d.Store) -> None:
-    """Wait for these ranks to come to the store, for a while; then name those that have not."""
+def _warn_of_absent(place: RankPlace, others: Sequence[int], store: dist.distributed_c10d.Store, key: str) -> None:
+    """Wait for these ranks to write their keys, for a while; then name those that have not."""
     try:
-        store.wait([_ADDRESS.format(other) for other in others], timedelta(seconds=_SILENT_S))
+        store.wait([key.format(other) for other in others], timedelta(seconds=_SILENT_S))
     except dist.DistStoreError:
-        if absent := [other for other in others if not store.check([_ADDRESS.format(other)])]:
+        if absent := [other for other in others if not store.check([key.format(other)])]:
             logger.warning(
                 "rank %d waits at %s:%d for %s, after %g s still: does it run, and reach that address? What its "
                 "machine has printed says more",
@@ -207,6 +208,8 @@ def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Sto
     _signed = sealed_store(server)
     store: dist.distributed_c10d.Store = dist.PrefixStore(prefix, _signed)  # type: ignore[attr-defined]
     if has_secret() and not place.store and (is_on_one_machine or not place.is_store_there):
+        store.set(_HERE.format(place.rank), "")
+        _warn_of_absent(place, range(place.world_size), store, _HERE)
         store = dist.PrefixStore(agree(store, place.rank, place.world_size)[1], store)  # type: ignore[attr-defined]
     if not place.store:
         _kept = store
