@@ -261,8 +261,10 @@ unisono.join_world(timeout=3, backend="cpu")
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_others_to_come_says_for_which(tmp_path: Path) -> None:
-    shared = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+@pytest.mark.parametrize("secret", ["", "secret" * 10], ids=["no secret", "a secret"])
+def test_a_rank_that_waits_for_others_to_come_says_for_which(secret: str, tmp_path: Path) -> None:
+    shared = {"UNISONO_RDZV_SECRET": secret}
+    shared |= {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with Script(ALONE, tmp_path, RANK="0", MASTER_PORT=(port := str(free_port())), **shared) as script:
         code, _, errors = script.end()
     assert code == 1
