@@ -35,6 +35,7 @@ from unisono.parallel.prepared.checks import (
     check_accumulation,
     check_arguments,
     check_features,
+    check_virtual,
     family_of,
     world_on,
 )
@@ -82,6 +83,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         compile: compile the models; a mapping holds the arguments of `torch.compile`.
         seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
             first `prepare` with a model, each rank's generators continue from a seed of their own.
+        virtual_ranks: compute what so many devices would compute, with the same bits on any number of ranks that
+            divides it (docs/virtual_ranks.md). None: each rank is one.
         cpu: use the CPU, even if there are accelerators.
         device_placement: move models, optimizer states and batches to the device; False moves nothing.
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets
@@ -119,6 +122,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         compile: bool | Mapping[str, Any] = False,
         seed: int | None = None,
         *,
+        virtual_ranks: int | None = None,
         cpu: bool = False,
         device_placement: bool = True,
         split_batches: bool = False,
@@ -131,11 +135,16 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         world: World | None = None,
     ) -> None:
         # What needs no device is checked before `world_on` starts to use one.
-        check_arguments(locals())
+        given = locals()
+        check_arguments(given)
         options = options_of(strategy)
         kind = strategy_class(options)
         self.world = world_on(world or _joined_world(family_of(device, cpu)), device, cpu, kind)
         check_features(self.world, kind, options, mixed_precision, compile)
+        self.world.state.virtual = None
+        if virtual_ranks is not None:
+            self.world.state.virtual = check_virtual(given, self.world, options)
+            torch.set_num_threads(1)  # kernels add in an order that depends on their number
         self.device = self.world.device
         self.scaler = None
         if mixed_precision == "fp16":

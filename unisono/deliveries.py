@@ -22,6 +22,7 @@ from unisono.evaluations import Evaluations
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
 from unisono.tree import tensors
+from unisono.virtual_ranks import Draw
 
 REMEMBERED = 8  # loops that have ended
 _KEPT = 4096  # batches in the same memory
@@ -40,10 +41,11 @@ class Batch:
         is_summed: whether the total is to be summed over the ranks before it is used.
         is_guess: whether it may have other rows than samples, made by a `collate_fn`.
         is_used: whether a pass with gradients was computed from it.
+        draw: which one it is, with virtual ranks.
     """
 
     __slots__ = (
-        *("at", "dealt", "is_guess", "is_summed", "is_used", "loop"),
+        *("at", "dealt", "draw", "is_guess", "is_summed", "is_used", "loop"),
         *("mark", "number", "rows", "samples", "total"),
     )
 
@@ -63,6 +65,7 @@ class Batch:
         self.rows, self.dealt = samples + repeated if is_sized else None, dealt
         self.number, self.at = loop.num_batches, next(_clock)
         self.is_summed, self.is_guess, self.is_used = is_summed, is_guess, False
+        self.draw: Draw | None = None
 
     @property
     def is_repeated(self) -> bool:

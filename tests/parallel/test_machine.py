@@ -69,8 +69,8 @@ class PageVisit:
 class Page:
     """Sections 1 and 2 of docs/exactness.md."""
 
-    def __init__(self, k: float) -> None:
-        self.k, self.now, self.asked_last = k, 0, 0
+    def __init__(self, k: float, parts: int = 0) -> None:
+        self.k, self.parts, self.now, self.asked_last = k, parts, 0, 0
         self.state, self.visits = "collecting", list[PageVisit]()
         self.stepped, self.steps = set[Optimizer](), 0
         self.seen, self.seen_before = dict[Loop, int](), dict[Loop, int]()
@@ -91,12 +91,16 @@ class Page:
         after = [*self.visits, visit]
         sizes = {(each.loops[0], each.total) for each in after}
         is_scaled = not self.are_joint(self.visits) and len({each.total for each in self.visits}) > 1
-        return self.are_joint(after) and (len(sizes) > len({each.loops[0] for each in after}) or is_scaled)
+        return (
+            self.are_joint(after)
+            and not self.parts
+            and (len(sizes) > len({each.loops[0] for each in after}) or is_scaled)
+        )
 
     def weigh(self) -> list[float]:
         """Of each visit, the weight of a gradient that is the mean over all samples of its microbatch."""
         totals = [each.total for each in self.visits]
-        if self.k == 1:
+        if self.k == 1 or self.parts:  # of the sum over the virtual ranks, whose factor is 1 / V
             return [1.0 for _ in totals]
         if self.are_joint(self.visits):
             return [1 / len({each.microbatch for each in self.visits}) for _ in totals]
@@ -156,7 +160,8 @@ class Page:
     def zeroes(self, optimizer: Optimizer, is_of_step: bool) -> bool:
         if self.k == 1 or optimizer in self.stepped or not is_of_step:
             return True
-        is_final = optimizer.is_reduced and optimizer.passed >= self.visits[-1].microbatch
+        can_be = self.parts and self.state != "collecting"
+        is_final = (optimizer.is_reduced or can_be) and optimizer.passed >= self.visits[-1].microbatch
         return is_final or optimizer.passed > self.asked_last
 
     def give_up(self) -> None:
@@ -172,7 +177,8 @@ class Script:
         self.draw, self.module = random.Random(seed), module
         self.k = self.draw.choice([1, 2, 2, 3, math.inf])
         self.tail = self.draw.choice([4, 4, 3])
-        self.machine, self.page = module.Machine(self.k), Page(self.k)
+        self.parts = RANKS if self.k in (2, 3) and self.draw.random() < 0.3 else 0
+        self.machine, self.page = module.Machine(self.k, self.parts), Page(self.k, self.parts)
         self.optimizers = [Optimizer(module.Held(self.machine)) for _ in range(2)]
         self.loops: list[Loop | None] = [None, None]
         self.batches: list[Batch] = []
@@ -330,8 +336,13 @@ MUTANTS = [
     ("for each in held if each.step is step", "for each in held"),
     ("return step.state != COLLECTING", "return step.state == FINAL"),
     ("return self.step.state == TAKEN or not self.step.visits", "return not self.step.visits"),
-    ("if not self.policy.is_mean or self.is_joint:", "if self.is_joint:"),
-    ("if not self.policy.is_mean or self.is_joint:", "if not self.policy.is_mean:"),
+    ("if not self.policy.is_mean or self.policy.parts or self.is_joint:", "if self.policy.parts or self.is_joint:"),
+    ("if not self.policy.is_mean or self.policy.parts or self.is_joint:",
+     "if not self.policy.is_mean or self.policy.parts:"),
+    ("if not self.policy.is_mean or self.policy.parts or self.is_joint:",
+     "if not self.policy.is_mean or self.is_joint:"),
+    ("if not self.policy.is_mean or self.policy.parts:", "if not self.policy.is_mean:"),
+    ("if self.policy.parts or not _are_joint(visits):", "if not _are_joint(visits):"),
     ("return 1 / (ranks * self.count)", "return 1 / (ranks * len(self.visits))"),
     ("if each.claim.total != first or was_scaled:", "if was_scaled:"),
     ("if each.claim.total != first or was_scaled:", "if each.claim.total != first:"),
@@ -353,7 +364,8 @@ OF_RULES = [
     ("each.at > machine.requested for each in held", "each.at >= machine.requested for each in held"),
     ("each.at >= since and", ""),
     ("since = machine.step.visits[-1].microbatch", "since = machine.step.visits[-1].began"),
-    ("each.at >= since and each.reduced_by is not None for", "each.at >= since for"),
+    ("(self.parts or each.reduced_by is not None) for", "True for"),
+    ("(self.parts or each.reduced_by is not None) for", "each.reduced_by is not None for"),
     ("was_left = is_of_another", "is_of_another"),
     ("is_of_another = holds_nothing", "holds_nothing"),
     ("is_of_another = holds_nothing", "is_of_another"),

@@ -21,6 +21,7 @@ from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
+from unisono.virtual_ranks import seed_behind, seed_for
 from unisono.world import World
 
 _RULE = (
@@ -54,7 +55,7 @@ class DeviceIterator:
         self.loader: Any = parent
         self._receive = receive
         self._state = state
-        self._deliveries = world.state.deliveries
+        self._deliveries, self._virtual = world.state.deliveries, world.state.virtual
         self._evaluations: Evaluations | None = None
         if world.rank == 0 < world.world_size - 1:  # one rank tells
             self._evaluations = self._deliveries.evaluations
@@ -115,6 +116,8 @@ class DeviceIterator:
             self._deliveries.end(received, isinstance(error, EndOfChannel))
             self._loop = self._received = None
             if isinstance(error, EndOfChannel):
+                if self._virtual is not None:
+                    seed_behind(self._parent.seed, self.epoch)
                 lane.progress.has_ended = True
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would end as if the data had
@@ -132,7 +135,10 @@ class DeviceIterator:
         progress = lane.progress
         progress.position, progress.claim = delivery.position, claim
         progress.rounds += 1
-        self._deliveries.add(received, delivery.batch, *claim)
+        made = self._deliveries.add(received, delivery.batch, *claim)
+        if delivery.draw is not None:
+            made.draw = delivery.draw
+            seed_for(self._parent.seed, delivery.draw)
         counts = track.counts
         counts["samples"] += claim.samples
         counts["batches"] += 1

@@ -21,6 +21,7 @@ from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
 import torch
+from torch.utils.data import IterableDataset
 
 from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends import resolve_device, resolve_devices
@@ -35,7 +36,7 @@ from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Lane, Pipeline, Unthreaded
 from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
-from unisono.loaders.sources import Begun, Bookmark, Progress, State, state_behind
+from unisono.loaders.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
 from unisono.loaders.streams import StreamSource
 from unisono.world import World, current_world
 
@@ -130,6 +131,7 @@ class ParallelLoader:
         self._loops = loops
         self._maker = threading.current_thread()
         self._rule = make_rule(self._world, len(self._devices), loader, options)
+        self._in_turn = len(self._rule.kept) // len(self._devices)  # batches of a round for each device
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
         if seed is not None:
@@ -224,6 +226,8 @@ class ParallelLoader:
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
             self._meet_others()
         begun = self._source.begin(self._rule)
+        if self._rule.is_virtual:
+            begun = begun._replace(pieces=one_by_one(begun, self._rule))
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
@@ -299,6 +303,11 @@ class ParallelLoader:
         self._bookmark.seek(epoch, {"offset": 0})
 
     @property
+    def seed(self) -> int:
+        """What seeds the order."""
+        return self._source.seed
+
+    @property
     def devices(self) -> list[str]:
         return [str(device) for _, device in self._devices]
 
@@ -310,7 +319,7 @@ class ParallelLoader:
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch for each device; TypeError if the loader has no length."""
-        return self._source.num_rounds(self._rule)
+        return self._source.num_rounds(self._rule) * self._in_turn
 
     def lengths(self) -> tuple[int, int] | None:
         """The numbers of batches of an epoch: from the given loader, and for each device; None without a length."""
@@ -331,7 +340,7 @@ class ParallelLoader:
         sampler = getattr(self._loader, "batch_sampler", None)  # has it, if the DataLoader was made with one
         size = getattr(self._loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         taken = position["offset"] // self._rule.shards // size if size else 0
-        return self._rule.rounds_of(position.get("batches", taken))
+        return self._rule.rounds_of(position.get("batches", taken)) * self._in_turn
 
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent. A source
@@ -473,5 +482,15 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
+    virtual = world.state.virtual
+    if virtual is not None:
+        if is_cut or isinstance(getattr(loader, "dataset", None), IterableDataset):
+            raise ValueError(
+                f"virtual_ranks={virtual.count} deals out batches of a known order, and this loader gives each rank "
+                "its own part; use a map-style dataset, and leave the sharding to this loader"
+            )
+        return Rule(
+            virtual.count, tuple(virtual.own), split, tail, is_fixed, is_compared=given is None, is_virtual=True
+        )
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
     return Rule(ranks * lanes, kept, split, tail, is_fixed, bool(is_cut), is_compared=given is None)

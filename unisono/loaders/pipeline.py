@@ -41,6 +41,7 @@ from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
 from unisono.timeline import MOVE, Timeline, Waits
 from unisono.tree import nbytes
+from unisono.virtual_ranks import Draw
 
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
 SWITCH_NS = 100_000  # a change of thread
@@ -87,6 +88,7 @@ class Delivery(NamedTuple):
     position: Any
     nbytes: int
     stamps: Stamps
+    draw: Draw | None
 
 
 class Lane:
@@ -120,7 +122,7 @@ class Lane:
         # `asked_at` is 0 if no other lane can have held up the reader: `divide` then finds no time for peers.
         sent_at = perf_counter_ns() if asked_at else loaded_at
         stamps = Stamps(asked_at, loaded_at, sent_at)
-        item = Delivery(piece.batch, None, piece.claim, piece.position, nbytes(piece.batch), stamps)
+        item = Delivery(piece.batch, None, piece.claim, piece.position, nbytes(piece.batch), stamps, piece.draw)
         if self.is_direct and not self.backend.moves_in_loop:
             try:
                 item = self.move(*item)
@@ -348,12 +350,12 @@ class Unthreaded:
         if pieces is None:
             raise EndOfChannel
         (piece,) = pieces
-        batch, claim, position = piece
+        batch, claim, position, draw = piece
         now = perf_counter_ns()
         stamps = _HERE if lane.is_direct else Stamps(0, now, now)
         lane.sent += 1
         lane.received += 1
-        moved = lane.move(batch, None, claim, position, nbytes(batch), stamps)
+        moved = lane.move(batch, None, claim, position, nbytes(batch), stamps, draw)
         if now - began > SWITCH_NS:
             self._slow += 1
             if self._read_ahead and (self._slow >= _FEW or (lane.sent == 1 and now - began > LONG_NS)):

@@ -34,6 +34,7 @@ import torch
 
 from unisono.arguments import check_choice
 from unisono.tree import batch_size, can_cut, is_array, leaves, may_list_samples, take
+from unisono.virtual_ranks import Draw
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Rule:
     is_compared: bool = True  # whether the ranks check that they read the same sequence
     shards: int = 1  # with more than one, the whole rounds are not known
     shard: int = 0  # its sample i is sample `i * shards + shard` of all
+    is_virtual: bool = False  # whether they are virtual ranks, whose parts this process delivers one after another
 
     def __post_init__(self) -> None:
         assert all(0 <= place < self.count for place in self.kept)
@@ -132,11 +134,12 @@ class Claim(NamedTuple):
 
 class Piece(NamedTuple):
     """A batch for one rank with its claim, and the position of the source after its round. An `Outcome` in its place is
-    the failure to make it, after which the loop may go on."""
+    the failure to make it, after which the loop may go on. `draw` says which one it is, with virtual ranks."""
 
     batch: Any
     claim: Claim
     position: Any = None
+    draw: Draw | None = None
 
 
 class Size(NamedTuple):

@@ -39,6 +39,7 @@ from unisono.loaders.sharding import (
 )
 from unisono.outcome import Outcome
 from unisono.tree import take
+from unisono.virtual_ranks import Draw
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +146,16 @@ class Source(ABC):
     def last_parts(self, rule: Rule, position: State) -> list[Part]:
         """The ranks' parts of the last round of a pass from the position on; none if they are not known before."""
         return []
+
+
+def one_by_one(begun: Begun, rule: Rule) -> Iterator[list[Piece]]:
+    """The pieces of each round one after another. The position behind all but the last is that before the round."""
+    before = begun.position
+    for pieces in begun.pieces:
+        for rank, piece in zip(rule.kept, pieces, strict=True):
+            behind = piece.position if rank == rule.kept[-1] else before
+            yield [piece._replace(position=behind, draw=Draw(begun.epoch, before["offset"], rank))]
+        before = pieces[-1].position
 
 
 class Bookmark:

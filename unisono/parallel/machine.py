@@ -104,13 +104,13 @@ class Step:
 
     def scale(self, visit: Visit) -> float:
         """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
-        if not self.policy.is_mean or self.is_joint:
+        if not self.policy.is_mean or self.policy.parts or self.is_joint:
             return 1.0
         return visit.claim.total / (_unit(self.visits) or 1)
 
     def factor(self, ranks: int) -> float:
         """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
-        if not self.policy.is_mean:
+        if not self.policy.is_mean or self.policy.parts:
             return 1 / ranks
         if self.is_joint:
             return 1 / (ranks * self.count)
@@ -124,7 +124,7 @@ class Step:
         # Samples and the user's numbers, such as tokens, have different units: their sum W would mean nothing.
         if any(each.claim.is_given != visit.claim.is_given for each in visits):
             return Misfit(UNITS)
-        if not _are_joint(visits):
+        if self.policy.parts or not _are_joint(visits):
             return None
         unit = 0.0 if self.is_joint else _unit(self.visits)  # by which those before were scaled, if they were
         firsts: dict[object, float] = {}
@@ -145,7 +145,7 @@ class Step:
     def num_dealt(self) -> int:
         """The number of batches of the user's loader in the step; if microbatches have losses of several loops, of the
         first of each."""
-        if len(self.visits) == 1:
+        if len(self.visits) == 1 or self.policy.parts:
             batch = self.visits[0].batch
             return 1 if batch is None else batch.dealt
         counted: dict[int, Visit] = {}
@@ -155,6 +155,8 @@ class Step:
 
     def per_device_step(self) -> float:
         """The number of microbatches that make a step of one device: k, or this step's, if the user steps by hand."""
+        if self.policy.parts:
+            return 1
         if self.policy.is_counted:
             return self.policy.every
         return self.count if len(self.visits) > 1 else 1
@@ -269,8 +271,8 @@ class Machine:
         requested: the time of the last request of any optimizer.
     """
 
-    def __init__(self, every: float = 1) -> None:
-        self.policy = policy_of(every)
+    def __init__(self, every: float = 1, parts: int = 0) -> None:
+        self.policy = policy_of(every, parts)
         self.block: object = None
         # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
         self._requests: dict[ref[Optimizer], _Requests] = {}

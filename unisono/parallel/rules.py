@@ -75,6 +75,7 @@ class Policy:
         is_mean: whether the gradients of a step are a mean over its microbatches; otherwise, the sum of the means of
             whatever passes it has, as in a plain script.
         is_counted: whether the number of microbatches ends a step.
+        parts: with virtual ranks their number: a step is a round, and a microbatch the part of one; otherwise 0.
         joins: whether losses of several loops may be one microbatch.
         sure: what an event leads to in a state, whatever else holds.
         rules: what it leads to otherwise: the first whose condition holds.
@@ -82,8 +83,8 @@ class Policy:
 
     is_mean = is_counted = joins = True
 
-    def __init__(self, every: float) -> None:
-        self.every = every
+    def __init__(self, every: float, parts: int = 0) -> None:
+        self.every, self.parts = every, parts
         self.sure: dict[tuple[str, str], str] = {}
         self.rules: dict[tuple[str, str], list[tuple[Callable[..., bool], str]]] = {}
         for state, event, name, then in RULES:
@@ -119,7 +120,7 @@ class Policy:
         """the last microbatch had a pass through one of its models, which is reduced"""
         # Not by a pass through another model, which one through its own may follow in the same microbatch.
         since = machine.step.visits[-1].microbatch
-        return any(each.at >= since and each.reduced_by is not None for each in held)
+        return any(each.at >= since and (self.parts or each.reduced_by is not None) for each in held)
 
     def has_stepped(self, machine: Machine, optimizer: Optimizer, held: Sequence[Held]) -> bool:
         """the optimizer has stepped on it"""
@@ -140,6 +141,8 @@ class ByHand(Policy):
     completes = staticmethod(never)  # type: ignore[assignment]
 
 
-def policy_of(every: float) -> Policy:
-    """The policy of steps of so many microbatches."""
+def policy_of(every: float, parts: int = 0) -> Policy:
+    """The policy of steps of so many microbatches; `parts` as in `Policy`."""
+    if parts:
+        return Policy(every, parts)
     return Plain(every) if every == 1 else ByHand(every) if every == math.inf else Policy(every)

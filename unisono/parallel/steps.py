@@ -23,8 +23,9 @@ class Steps(Machine):
 
     def __init__(self, world: World, every: float = 1) -> None:
         self.world = world
-        self._size = world.comm.size
-        super().__init__(every)
+        self._size, self._virtual = world.num_parts, world.state.virtual
+        virtual = self._virtual
+        super().__init__(every if virtual is None else len(virtual.own), 0 if virtual is None else virtual.count)
 
     def _check_microbatch(self, origin: Origin) -> None:
         """Check that it is known which microbatch a pass is of, and whether its loop ends."""
@@ -66,6 +67,10 @@ class Steps(Machine):
             ValueError: nothing is counted, since it has no known claim, or its claim does not fit those of the step.
         """
         batch = origin.batch
+        if self.world.state.virtual != self._virtual:
+            raise ValueError(
+                "another Accelerator of this process was made later, with other virtual_ranks; give both the same"
+            )
         source = self.block or batch or elsewhere
         step, known = self.find_visit(source, optimizers)
         self._check_origin(origin, weight, is_named, step.policy)

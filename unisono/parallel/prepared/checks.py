@@ -17,6 +17,7 @@ from unisono.parallel.strategies.strategy import Strategy
 from unisono.protocols import Backend, Feature
 from unisono.strategies import DDP, Choice
 from unisono.torch_private import set_lru_cache
+from unisono.virtual_ranks import VirtualRanks
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,6 +108,28 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"scaler_options={options!r} are for mixed_precision='fp16', and it is {precision!r}")
     if unknown:
         raise ValueError(f"scaler_options have no {unknown[0]!r}; torch's GradScaler takes {', '.join(known)}")
+
+
+def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> VirtualRanks:
+    """Check `virtual_ranks`, and that the other arguments fit it; returns those that this rank carries.
+
+    Raises:
+        TypeError, ValueError: as `check_arguments`.
+    """
+    count = check_integer(given["virtual_ranks"], "virtual_ranks", 1)
+    every = given["gradient_accumulation_steps"]
+    refused = {
+        f"gradient_accumulation_steps={every}": (every != 1, f"pass virtual_ranks={count * every}"),
+        "sync_batchnorm=True": (given["sync_batchnorm"], "each virtual rank has statistics of its own"),
+        "mixed_precision='fp16'": (given["mixed_precision"] == "fp16", "pass 'bf16'"),
+        f"strategy={options!r}": (options != DDP(), "leave it out"),
+        f"{world.device}": (world.device.type != CPU, "they are for the CPU so far; pass cpu=True"),
+        "ranks that are threads": (world.world_size > 1 and not world.is_of_processes, "start processes (spawn)"),
+    }
+    for what, (is_asked, way) in refused.items():
+        if is_asked:
+            raise ValueError(f"virtual_ranks={count} does not go with {what}: {way}")
+    return VirtualRanks.carried_by(world.rank, world.world_size, count)
 
 
 def check_accumulation(steps: Any) -> None:

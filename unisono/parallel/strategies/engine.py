@@ -28,6 +28,7 @@ from unisono.parallel.agreement import (
 )
 from unisono.parallel.compilation import compilable
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
+from unisono.parallel.machine import Visit
 from unisono.parallel.parameter_names import describe_rates, parameters_of
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.held import HeldGradients, Members
@@ -215,8 +216,8 @@ class Engine:
             with self._world.timeline.loop().span(REDUCE):
                 self._is_apart = warn_of_unequal_parameters(self.module, self._steps.step.number, self._world)
 
-    def begin_pass(self, reduces: bool) -> None:
-        """Record that a backward pass has reached the model, and whether it ends a step."""
+    def begin_pass(self, reduces: bool, visit: Visit) -> None:
+        """Record that a backward pass of that visit has reached the model, and whether it ends a step."""
         if torch.is_grad_enabled() and self._world.comm.size > 1:
             raise RuntimeError(
                 f"backward(create_graph=True) through the {self.name}: the gradients of {self._world.comm.size} ranks "

@@ -1,0 +1,130 @@
+"""Virtual ranks: a run computes what so many devices would compute, and any number of ranks carries it out, with the
+same bits. Each rank carries several; their batches follow one another in its loop, and are microbatches of one step.
+
+What is drawn at random for a batch, and what is added over batches, depends on the virtual ranks alone: the generators
+are seeded when a batch is delivered, and sums are folded in one binary tree. Its nodes are the residue classes of the
+virtual ranks: node (1, 0) has all of them, and node (s, r) those with v % s == r, which are the ones of (2 s, r) and of
+(2 s, r + s). So a rank that carries each R-th one has whole subtrees, where R is a power of two.
+
+Prior art: virtual nodes (Or, Zhang and Freedman, "VirtualFlow", MLSys 2022); EasyScale (Li et al., SC 2023).
+
+*Threads:* the rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from unisono.randomness import seed_all, seed_of
+
+T = TypeVar("T")
+
+
+class Draw(NamedTuple):
+    """What a batch is for all ranks: the epoch, the first sample of its round, and the virtual rank that it is of."""
+
+    epoch: int
+    sample: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class VirtualRanks:
+    """The virtual ranks of a run: their number; and those that one rank carries, in the order of their batches."""
+
+    count: int
+    own: range
+
+    @classmethod
+    def carried_by(cls, rank: int, ranks: int, count: int) -> VirtualRanks:
+        """Those of one of so many ranks. ValueError: they cannot all carry as many."""
+        if count % ranks:
+            fitting = [each for each in range(1, count + 1) if count % each == 0]
+            raise ValueError(
+                f"virtual_ranks={count} cannot be divided evenly among {ranks} ranks; start "
+                f"{', '.join(map(str, fitting[:-1]))}{' or ' if fitting[:-1] else ''}{fitting[-1]}"
+            )
+        return cls(count, range(rank, count, ranks))
+
+
+def seed_for(seed: int, draw: Draw) -> None:
+    """Seed the process's generators for what is computed with a batch."""
+    seed_all(seed_of(seed, "draw", *draw))
+
+
+def seed_behind(seed: int, epoch: int) -> None:
+    """Seed the process's generators for what comes after a loop."""
+    seed_all(seed_of(seed, "behind", epoch))
+
+
+Node = tuple[int, int]
+
+
+class Tree(Generic[T]):
+    """Sums of what virtual ranks have, folded as far as they are known.
+
+    Args:
+        count: the number of virtual ranks.
+        add: returns the sum of two, which it may keep neither of.
+    """
+
+    def __init__(self, count: int, add: Callable[[T, T], T]) -> None:
+        self._count, self._add = count, add
+        self._leaf = 1
+        while self._leaf < count:
+            self._leaf *= 2
+        self.sums: dict[Node, T] = {}
+
+    def put(self, rank: int, value: T) -> None:
+        """Add what a virtual rank has."""
+        self.put_sum((self._leaf, rank), value)
+
+    def put_sum(self, node: Node, value: T) -> None:
+        """Add the sum of all virtual ranks of a node."""
+        stride, residue = node
+        while stride > 1:
+            half = stride // 2
+            sibling = stride, (residue + half) % stride
+            if sibling[1] < self._count:  # else it has no virtual rank
+                if sibling not in self.sums:
+                    break
+                pair = value, self.sums.pop(sibling)
+                value = self._add(*(pair if residue < half else pair[::-1]))
+            stride, residue = half, residue % half
+        self.sums[stride, residue] = value
+
+    def total(self) -> T:
+        """The sum of all; KeyError if some are missing."""
+        return self.sums[1, 0]
+
+
+def sums_of(virtual: VirtualRanks) -> list[Node]:
+    """The nodes whose sums a rank has when it has put in all that it carries."""
+    tree = Tree[None](virtual.count, lambda one, other: None)
+    for each in virtual.own:
+        tree.put(each, None)
+    return sorted(tree.sums)
+
+
+def fold_over_ranks(
+    virtual: VirtualRanks,
+    ranks: int,
+    own: Mapping[Node, T],
+    gather: Callable[[list[T]], list[list[T]]],
+    add: Callable[[T, T], T],
+) -> T:
+    """The sum over all virtual ranks, of the sums of each rank. A collective if there are several.
+
+    Args:
+        own: this rank's sums, by their nodes.
+        gather: returns the lists of all ranks, in their order.
+    """
+    tree = Tree(virtual.count, add)
+    mine = [own[each] for each in sums_of(virtual)]
+    found = gather(mine) if ranks > 1 else [mine]
+    for rank, sums in enumerate(found):
+        for node, value in zip(sums_of(VirtualRanks.carried_by(rank, ranks, virtual.count)), sums, strict=True):
+            tree.put_sum(node, value)
+    return tree.total()
