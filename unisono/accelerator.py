@@ -9,6 +9,7 @@ The accelerator owns what its models and optimizers share (the loss scaler, the 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -46,6 +47,7 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.scheduler import Unit
 from unisono.parallel.rank_view import RankView
 from unisono.parallel.steps import Steps
+from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.protocols import ReduceOp
@@ -431,6 +433,23 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """The module that was given to `prepare`."""
         return user_module(model)
 
+    def digest(self) -> str:
+        """A SHA-256 of the names, parameters and buffers of all prepared models, in the order of their preparation, as
+        64 hexadecimal digits: two runs that have the same one have the same bits.
+
+        Raises:
+            ValueError: strategy "fsdp" has divided the parameters among the ranks.
+        """
+        found = hashlib.sha256()
+        for module in self._prepared.modules():
+            for name, each in module.state_dict().items():
+                if is_distributed(each):
+                    raise ValueError(f"{name} is divided among the ranks; take state_dict(model), which rank zero has")
+                if isinstance(each, torch.Tensor):
+                    found.update(f"{name} {each.dtype} {list(each.shape)}".encode())
+                    found.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
     def state_dict(self, prepared: nn.Module | Optimizer) -> dict[str, Any]:
         """The state of a prepared model or optimizer in torch's plain form: complete, on the CPU, without prefixes.
 
@@ -486,7 +505,15 @@ def _joined_world(family: str | None) -> World:
 
 def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, loader: Any) -> Any:
     """The loader of this rank; those of this package stay what they are."""
+    count = None if world.state.virtual is None else world.state.virtual.count
     if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
+        if loader.num_virtual != count:
+            raise ValueError(
+                f"the {type(loader).__name__} was made with virtual_ranks={loader.num_virtual}, and the Accelerator "
+                f"with {count}; give both the same"
+            )
         return loader
     device = None if moves else torch.get_default_device()
-    return DeviceLoader(loader, device, split="global" if splits else "rank", seed=seed, world=world)
+    return DeviceLoader(
+        loader, device, split="global" if splits else "rank", seed=seed, virtual_ranks=count, world=world
+    )

@@ -32,21 +32,24 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """The virtual ranks of a run: their number; and those that one rank carries, in the order of their batches."""
+    """The virtual ranks of a run.
+
+    Attributes:
+        count: their number.
+        own: those that one rank carries, in the order of their batches.
+        each: the most that a rank carries: so many batches of a round has each.
+    """
 
     count: int
     own: range
+    each: int
 
     @classmethod
     def carried_by(cls, rank: int, ranks: int, count: int) -> VirtualRanks:
-        """Those of one of so many ranks. ValueError: they cannot all carry as many."""
-        if count % ranks:
-            fitting = [each for each in range(1, count + 1) if count % each == 0]
-            raise ValueError(
-                f"virtual_ranks={count} cannot be divided evenly among {ranks} ranks; start "
-                f"{', '.join(map(str, fitting[:-1]))}{' or ' if fitting[:-1] else ''}{fitting[-1]}"
-            )
-        return cls(count, range(rank, count, ranks))
+        """Those of one of so many ranks. ValueError: there are more ranks."""
+        if count < ranks:
+            raise ValueError(f"virtual_ranks={count} are fewer than the {ranks} ranks; start at most {count}")
+        return cls(count, range(rank, count, ranks), -(-count // ranks))
 
 
 def seed_for(seed: int, draw: Draw) -> None:
@@ -122,9 +125,11 @@ def fold_over_ranks(
         gather: returns the lists of all ranks, in their order.
     """
     tree = Tree(virtual.count, add)
+    nodes = [sums_of(VirtualRanks.carried_by(rank, ranks, virtual.count)) for rank in range(ranks)]
     mine = [own[each] for each in sums_of(virtual)]
+    mine += mine[:1] * (max(map(len, nodes)) - len(mine))  # as many on each rank
     found = gather(mine) if ranks > 1 else [mine]
-    for rank, sums in enumerate(found):
-        for node, value in zip(sums_of(VirtualRanks.carried_by(rank, ranks, virtual.count)), sums, strict=True):
+    for its, sums in zip(nodes, found, strict=True):
+        for node, value in zip(its, sums, strict=False):
             tree.put_sum(node, value)
     return tree.total()

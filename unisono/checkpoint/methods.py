@@ -8,6 +8,7 @@ Which models are left out is rank zero's choice: scripts often act on that rank 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ from unisono.parallel.strategies.states import model_state, on_host
 from unisono.timeline import SAVE
 from unisono.torch_private import STEP_WRAPPED
 from unisono.world import World
+
+logger = logging.getLogger(__name__)
 
 Hooks = OrderedDict[int, Callable[..., None]]
 """By the ids of their handles, in the order in which they were registered."""
@@ -78,7 +81,11 @@ class PreparedStates:
         claims = claims_of(self._steps, self._prepared.engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared.engines())
-        facts, step = {"taken": taken, "claims": claims}, max((steps for steps, *_ in taken), default=0)
+        parts = self._steps.policy.parts
+        facts, step = (
+            {"taken": taken, "claims": claims, "virtual_ranks": parts},
+            max((steps for steps, *_ in taken), default=0),
+        )
         choose = self._run_save_hooks if self.save_hooks else None
         return self._saver.save(place, objects, step, score, is_async, facts, held, choose)
 
@@ -91,6 +98,13 @@ class PreparedStates:
         if restored is None:
             return None
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
+        saved, parts = facts[0].get("virtual_ranks", 0), self._steps.policy.parts
+        if saved != parts and self._steps.world.rank == 0:
+            logger.warning(
+                "saved with virtual_ranks=%s, loaded with %s: the bits will differ from here on",
+                saved or None,
+                parts or None,
+            )
         for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
             stepper.taken = Taken(*taken)
         for scheduler in self._prepared.schedulers():

@@ -55,7 +55,7 @@ class DeviceIterator:
         self.loader: Any = parent
         self._receive = receive
         self._state = state
-        self._deliveries, self._virtual = world.state.deliveries, world.state.virtual
+        self._deliveries = world.state.deliveries
         self._evaluations: Evaluations | None = None
         if world.rank == 0 < world.world_size - 1:  # one rank tells
             self._evaluations = self._deliveries.evaluations
@@ -69,6 +69,11 @@ class DeviceIterator:
 
     def __iter__(self) -> DeviceIterator:
         return self
+
+    @property
+    def num_virtual(self) -> int | None:
+        """As `DeviceLoader.num_virtual`."""
+        return self._parent.num_virtual  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self._parent)
@@ -116,7 +121,7 @@ class DeviceIterator:
             self._deliveries.end(received, isinstance(error, EndOfChannel))
             self._loop = self._received = None
             if isinstance(error, EndOfChannel):
-                if self._virtual is not None:
+                if self._parent.is_virtual:
                     seed_behind(self._parent.seed, self.epoch)
                 lane.progress.has_ended = True
                 raise StopIteration from None

@@ -109,9 +109,9 @@ class IndexedSource(Source):
         jobs = _jobs(batches, nominal, rule, first, epoch, seed)
         made: Iterator[list[Made]]
         # One rank may go on with the next batch. Of several, the others have got theirs of this round.
-        skips = rule.count * rule.shards == 1
+        skips = rule.count * rule.shards == 1 and not rule.is_virtual
         if self._pool is None:
-            fetch = self._try_to_fetch if skips else self._fetcher.batch
+            fetch = self._try_to_fetch if skips else partial(self._fetcher.batch, is_seeded=rule.is_virtual)
             made = ([(job, fetch(job.request)) for job in each] for each in jobs)
             if look is not None:
                 with seeded(seed):

@@ -38,6 +38,7 @@ from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
 from unisono.loaders.streams import StreamSource
+from unisono.virtual_ranks import VirtualRanks
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
@@ -57,6 +58,7 @@ class LoaderOptions(TypedDict, total=False):
     tail: Tail | None
     seed: int | None
     already_sharded: bool | None
+    virtual_ranks: int | None
     sources: Sources | None
 
 
@@ -88,6 +90,8 @@ class ParallelLoader:
             DistributedSampler is recognised anyway. This is also the way to get all data on one rank, except for an
             iterable dataset. None: the ranks compare what they read first, and a difference is an error. False: it is
             the same on every rank, though it may look different, since it is augmented at random.
+        virtual_ranks: as for `Accelerator`: what so many ranks would get, of which each rank gets several, one after
+            another, and for one device. None: each rank is one.
         world: the world of this loader; None uses the current one.
         loops: the worlds in which the devices' loops run, if not in `world`: DataParallel's replicas.
         sources: counts the epochs of `loader`, if several loaders iterate over it. None: this one's pass is epoch 0,
@@ -131,7 +135,9 @@ class ParallelLoader:
         self._loops = loops
         self._maker = threading.current_thread()
         self._rule = make_rule(self._world, len(self._devices), loader, options)
-        self._in_turn = len(self._rule.kept) // len(self._devices)  # batches of a round for each device
+        self.num_virtual = options.get("virtual_ranks")
+        # How many batches of a round each device gets.
+        self._in_turn = 1 if self.num_virtual is None else -(-self.num_virtual // self._world.world_size)
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
         if seed is not None:
@@ -226,17 +232,22 @@ class ParallelLoader:
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
             self._meet_others()
         begun = self._source.begin(self._rule)
-        if self._rule.is_virtual:
-            begun = begun._replace(pieces=one_by_one(begun, self._rule))
+        reads_here = not getattr(self._loader, "num_workers", 0)
+        if self.is_virtual:
+            seed = self._source.seed if reads_here else None
+            begun = begun._replace(pieces=one_by_one(begun, self._rule, self._in_turn, seed))
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
         # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
         pipeline, lane = self._pipeline, self._pipeline.lanes[0]
         may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
-        may_stay = may_stay and not getattr(self._loader, "num_workers", 0) and is_as_in_a_new_thread()
-        if not self._prefetch or may_stay:
-            self._receivers = [Unthreaded(lane, begun.pieces, pipeline.start if self._prefetch else None).receive]
+        may_stay = may_stay and reads_here and is_as_in_a_new_thread()
+        must_stay = not self._prefetch or (
+            self.is_virtual and reads_here
+        )  # another thread would draw the loop's numbers
+        if must_stay or may_stay:
+            self._receivers = [Unthreaded(lane, begun.pieces, None if must_stay else pipeline.start).receive]
             return
         pipeline.start(begun.pieces)
         if self._source.is_uneven:
@@ -306,6 +317,11 @@ class ParallelLoader:
     def seed(self) -> int:
         """What seeds the order."""
         return self._source.seed
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether it delivers the batches of virtual ranks."""
+        return self.num_virtual is not None
 
     @property
     def devices(self) -> list[str]:
@@ -424,6 +440,11 @@ class DeviceLoader:
         """The number of batches of a whole epoch; TypeError if the loader has no length."""
         return len(self._never_begun)
 
+    @property
+    def num_virtual(self) -> int | None:
+        """The number of virtual ranks whose batches it delivers; None without."""
+        return self._never_begun.num_virtual
+
     def num_skipped(self) -> int:
         """The number of batches before the position at which the next loop begins; 0 if it is unknown."""
         return self._never_begun.num_skipped()
@@ -482,15 +503,15 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
-    virtual = world.state.virtual
-    if virtual is not None:
+    if (count := options.get("virtual_ranks")) is not None:
+        virtual = VirtualRanks.carried_by(world.rank, ranks, check_integer(count, "virtual_ranks", 1))
+        if lanes > 1:
+            raise ValueError(f"virtual_ranks={count}: a process has one device for all that it carries, not {lanes}")
         if is_cut or isinstance(getattr(loader, "dataset", None), IterableDataset):
             raise ValueError(
-                f"virtual_ranks={virtual.count} deals out batches of a known order, and this loader gives each rank "
+                f"virtual_ranks={count} deals out batches of a known order, and this loader gives each rank "
                 "its own part; use a map-style dataset, and leave the sharding to this loader"
             )
-        return Rule(
-            virtual.count, tuple(virtual.own), split, tail, is_fixed, is_compared=given is None, is_virtual=True
-        )
+        return Rule(count, tuple(virtual.own), split, tail, is_fixed, is_compared=given is None, is_virtual=True)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
     return Rule(ranks * lanes, kept, split, tail, is_fixed, bool(is_cut), is_compared=given is None)

@@ -16,7 +16,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import repeat
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
@@ -38,6 +38,7 @@ from unisono.loaders.sharding import (
     rounds,
 )
 from unisono.outcome import Outcome
+from unisono.randomness import seed_of, seeded
 from unisono.tree import take
 from unisono.virtual_ranks import Draw
 
@@ -148,14 +149,32 @@ class Source(ABC):
         return []
 
 
-def one_by_one(begun: Begun, rule: Rule) -> Iterator[list[Piece]]:
-    """The pieces of each round one after another. The position behind all but the last is that before the round."""
+def one_by_one(begun: Begun, rule: Rule, count: int, seed: int | None) -> Iterator[list[Piece]]:
+    """The pieces of each round one after another; the position behind all but the last is that before the round.
+
+    Args:
+        count: as many on each rank: one that carries fewer gets a batch again, which does not count.
+        seed: for what is drawn while a round is read, in the thread of the loop; None if it is read elsewhere.
+    """
     before = begun.position
-    for pieces in begun.pieces:
-        for rank, piece in zip(rule.kept, pieces, strict=True):
-            behind = piece.position if rank == rule.kept[-1] else before
-            yield [piece._replace(position=behind, draw=Draw(begun.epoch, before["offset"], rank))]
-        before = pieces[-1].position
+    while True:
+        at = begun.epoch, before["offset"]
+        with nullcontext() if seed is None else seeded(seed_of(seed, "read", *at)):
+            pieces = next(begun.pieces, None)
+        if pieces is None:
+            return
+        behind = pieces[-1].position
+        for place in range(count):
+            rank = rule.kept[0] + place * (rule.kept[1] - rule.kept[0] if len(rule.kept) > 1 else rule.count)
+            piece = pieces[place] if place < len(pieces) else _uncounted(pieces[0])
+            position = behind if place == count - 1 else before
+            yield [piece._replace(position=position, draw=Draw(*at, rank))]
+        before = behind
+
+
+def _uncounted(piece: Piece) -> Piece:
+    claim = piece.claim
+    return piece._replace(claim=claim._replace(samples=0, repeated=claim.samples + claim.repeated))
 
 
 class Bookmark:

@@ -25,7 +25,7 @@ class Steps(Machine):
         self.world = world
         self._size, self._virtual = world.num_parts, world.state.virtual
         virtual = self._virtual
-        super().__init__(every if virtual is None else len(virtual.own), 0 if virtual is None else virtual.count)
+        super().__init__(every if virtual is None else virtual.each, 0 if virtual is None else virtual.count)
 
     def _check_microbatch(self, origin: Origin) -> None:
         """Check that it is known which microbatch a pass is of, and whether its loop ends."""

@@ -110,6 +110,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"scaler_options have no {unknown[0]!r}; torch's GradScaler takes {', '.join(known)}")
 
 
+def _is_plain(options: Choice) -> bool:
+    return isinstance(options, DDP) and options.comm_hook is None and options.broadcast_buffers
+
+
 def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> VirtualRanks:
     """Check `virtual_ranks`, and that the other arguments fit it; returns those that this rank carries.
 
@@ -122,7 +126,10 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
         f"gradient_accumulation_steps={every}": (every != 1, f"pass virtual_ranks={count * every}"),
         "sync_batchnorm=True": (given["sync_batchnorm"], "each virtual rank has statistics of its own"),
         "mixed_precision='fp16'": (given["mixed_precision"] == "fp16", "pass 'bf16'"),
-        f"strategy={options!r}": (options != DDP(), "leave it out"),
+        f"strategy={options!r}": (
+            not _is_plain(options),
+            "pass 'ddp' or 'zero1', without comm_hook= or broadcast_buffers=",
+        ),
         f"{world.device}": (world.device.type != CPU, "they are for the CPU so far; pass cpu=True"),
         "ranks that are threads": (world.world_size > 1 and not world.is_of_processes, "start processes (spawn)"),
     }

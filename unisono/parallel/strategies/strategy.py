@@ -123,10 +123,11 @@ def strategy_class(options: Choice) -> type[Strategy]:
 
 def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Choice) -> Strategy:
     """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
-    if world.state.virtual is not None:
-        found: type[Strategy] = import_module(f"{__package__}.virtual").VirtualStrategy
-        return found(world, steps, options)
-    return (kind if world.takes_engines or not kind.is_of_torch else Strategy)(world, steps, options)
+    found = (kind if world.takes_engines or not kind.is_of_torch else Strategy)(world, steps, options)
+    if world.state.virtual is None:
+        return found
+    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found)
+    return over_virtual
 
 
 def _check_plain(model: nn.Module) -> None:

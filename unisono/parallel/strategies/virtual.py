@@ -117,8 +117,9 @@ class VirtualEngine(Engine):
                 taken[each] = each.grad.to_dense() if each.grad.layout is not torch.strided else each.grad
                 each.grad = None
         _, rank = self._current
-        self._sums.put(rank, taken)
         self._done.add(rank)
+        if rank < self._virtual.count:  # else it is a batch that does not count
+            self._sums.put(rank, taken)
         self._current = None
         self.gradients.look_again()
 
@@ -195,12 +196,17 @@ def _flatten(bucket: list[torch.Tensor], values: _Tensors) -> torch.Tensor:
 
 
 class VirtualStrategy(Strategy):
-    """Reduces over virtual ranks."""
+    """Reduces over virtual ranks; optimizers are those of another strategy."""
 
     name = "virtual"
 
+    def __init__(self, other: Strategy) -> None:
+        super().__init__(other.world, other.steps, other.options)
+        self._other = other
+        self.wrap_optimizer, self.step_of = other.wrap_optimizer, other.step_of  # type: ignore[method-assign]
+
     def check(self, each: nn.Module | Optimizer) -> None:
-        super().check(each)
+        self._other.check(each)
         if isinstance(each, BareParameter):
             raise ValueError(
                 f"virtual_ranks do not train a parameter of shape {list(each.value.shape)} that is no model's; make it "
