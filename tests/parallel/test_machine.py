@@ -130,7 +130,7 @@ class Page:
         else:
             return
         is_new = batch is not None and batch.number > self.seen.get(batch.loop, 0)
-        ends = self.k != math.inf and batch is not None and is_new and batch.is_last()
+        ends = self.k != math.inf and not self.parts and batch is not None and is_new and batch.is_last()
         if self.k == 1 or ends or len({each.microbatch for each in self.visits}) >= self.k:
             self.state = "taken" if self.state == "taken" else "final"
         if batch is not None:
@@ -158,14 +158,13 @@ class Page:
         self.stepped.add(optimizer)
 
     def zeroes(self, optimizer: Optimizer, is_of_step: bool) -> bool:
-        if self.k == 1 or optimizer in self.stepped or not is_of_step:
+        if self.k == 1 or self.parts or optimizer in self.stepped or not is_of_step:
             return True
-        can_be = self.parts and self.state != "collecting"
-        is_final = (optimizer.is_reduced or can_be) and optimizer.passed >= self.visits[-1].microbatch
+        is_final = optimizer.is_reduced and optimizer.passed >= self.visits[-1].microbatch
         return is_final or optimizer.passed > self.asked_last
 
     def give_up(self) -> None:
-        if self.state != "taken" and self.visits:
+        if self.state != "taken" and self.visits and not self.parts:
             self.seen = dict(self.seen_before)
             self.begin_step(self.steps)
 
@@ -342,6 +341,8 @@ MUTANTS = [
     ("if not self.policy.is_mean or self.policy.parts or self.is_joint:",
      "if not self.policy.is_mean or self.is_joint:"),
     ("if not self.policy.is_mean or self.policy.parts:", "if not self.policy.is_mean:"),
+    ("in step.policy.sure or step.policy.parts:", "in step.policy.sure:"),
+    ("and step.visits and not step.policy.parts:", "and step.visits:"),
     ("if self.policy.parts or not _are_joint(visits):", "if not _are_joint(visits):"),
     ("return 1 / (ranks * self.count)", "return 1 / (ranks * len(self.visits))"),
     ("if each.claim.total != first or was_scaled:", "if was_scaled:"),
@@ -354,7 +355,8 @@ MUTANTS = [
 ]  # fmt: skip
 OF_RULES = [
     ("step.count + more >= self.every", "step.count + more > self.every"),
-    ("or machine.ends_loop(batch)", ""),
+    ("or (not self.parts and machine.ends_loop(batch))", ""),
+    ("or (not self.parts and machine.ends_loop(batch))", "or machine.ends_loop(batch)"),
     ("return bool(loops) and not any", "return not any"),
     ("not any(each.is_open for each in loops)", "not all(each.is_open for each in loops)"),
     ("and all(before > each.began for each in last)", ""),
@@ -364,8 +366,7 @@ OF_RULES = [
     ("each.at > machine.requested for each in held", "each.at >= machine.requested for each in held"),
     ("each.at >= since and", ""),
     ("since = machine.step.visits[-1].microbatch", "since = machine.step.visits[-1].began"),
-    ("(self.parts or each.reduced_by is not None) for", "True for"),
-    ("(self.parts or each.reduced_by is not None) for", "each.reduced_by is not None for"),
+    ("each.at >= since and each.reduced_by is not None for", "each.at >= since for"),
     ("was_left = is_of_another", "is_of_another"),
     ("is_of_another = holds_nothing", "holds_nothing"),
     ("is_of_another = holds_nothing", "is_of_another"),

@@ -220,15 +220,15 @@ class Passes:
         self._count_late(origin, engine)
         engine.reduce_assigned(origin.part)
 
-    def reduce(self, engine: Engine) -> None:
-        """Reduce what backward passes have left on this rank alone, at a step. A collective."""
+    def reduce(self, engine: Engine, optimizer: Optimizer | None = None) -> None:
+        """Reduce what backward passes have left on this rank alone, at a step of the optimizer. A collective."""
         if engine.gradients.has_bypassed():
             origin = self._bypassing(engine)
             if not self.steps.is_recent():
                 self._count_late(origin, engine)
             if origin.part != 1:
                 raise claims.bypassed(engine.name)
-        engine.reduce()
+        engine.reduce(optimizer)
 
     def note_zeros(self, zeroed: Collection[Engine]) -> None:
         """Note that the gradients of one optimizer were zeroed, and with them all of these models': the others'

@@ -415,14 +415,14 @@ class Machine:
             held: what each of the optimizer's models holds.
         """
         step = self.step
-        if (step.state, ZERO) in step.policy.sure:
+        if (step.state, ZERO) in step.policy.sure or step.policy.parts:  # what was asked for is set aside
             return True
         return self._decide(ZERO, optimizer, [each for each in held if each.step is step]) is not None
 
     def drop_step(self) -> None:
         """Note that all gradients are zero: the next visit begins a step."""
         step = self.step
-        if (step.state, ZEROED) in step.policy.sure and step.visits:
+        if (step.state, ZEROED) in step.policy.sure and step.visits and not step.policy.parts:
             self._visited.update(step.visited)
             self.step = Step(self.policy, step.number)
 

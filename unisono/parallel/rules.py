@@ -120,7 +120,7 @@ class Policy:
         """the last microbatch had a pass through one of its models, which is reduced"""
         # Not by a pass through another model, which one through its own may follow in the same microbatch.
         since = machine.step.visits[-1].microbatch
-        return any(each.at >= since and (self.parts or each.reduced_by is not None) for each in held)
+        return any(each.at >= since and each.reduced_by is not None for each in held)
 
     def has_stepped(self, machine: Machine, optimizer: Optimizer, held: Sequence[Held]) -> bool:
         """the optimizer has stepped on it"""

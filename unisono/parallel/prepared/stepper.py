@@ -233,9 +233,9 @@ class Stepper:
                 engine.announce_load()
             if is_mean and engine.gradients.is_changed():
                 self._refuse_assigned()
-            if engine.gradients.is_own:
+            if engine.is_due(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
-                    self._passes.reduce(engine)
+                    self._passes.reduce(engine, self.optimizer)
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
             elif not is_mean and engine.has_assigned(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
@@ -331,6 +331,8 @@ class Stepper:
         is_new = not self._steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
         if is_new or any(engine.gradients.is_changed() for engine in self._engines):
             self._refuse_assigned()
+        for engine in self._engines:
+            engine.set_aside(self.optimizer)
         if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
             self._has_warned = True
             logger.warning(

@@ -268,8 +268,15 @@ class Engine:
         """Reduce the gradients that a backward pass has not reduced itself."""
         self.reduce_late()
 
-    def reduce(self) -> None:
-        """Reduce at a step, if the gradients are still those of this rank alone. A collective."""
+    def is_due(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients are to be reduced before that optimizer steps."""
+        return self.gradients.is_own
+
+    def set_aside(self, optimizer: Optimizer) -> None:
+        """Called at a request of that optimizer that is not taken."""
+
+    def reduce(self, optimizer: Optimizer | None = None) -> None:
+        """Reduce at a step of that optimizer, if the gradients are still those of this rank alone. A collective."""
         self._reduce_with(self.reduce_late)
 
     def rescale_to_step(self) -> None:

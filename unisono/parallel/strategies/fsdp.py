@@ -377,7 +377,7 @@ class FSDPEngine(Engine):
             "passes leave; let loss.backward() leave them in .grad, or use strategy='ddp'"
         )
 
-    def reduce(self) -> None:
+    def reduce(self, optimizer: Optimizer | None = None) -> None:
         if self.gradients.has_bypassed():
             self._refuse_unseen()
         raise RuntimeError(

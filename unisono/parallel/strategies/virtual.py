@@ -1,14 +1,16 @@
 """Virtual ranks: each microbatch is that of one, and begins with the buffers of the step; gradients and buffers are
 added in one tree over the virtual ranks, whichever rank carries them (`virtual_ranks.py`).
 
-A rank sets the gradients of a microbatch aside when the next one begins, and reduces when the optimizer steps. With V
-virtual ranks on R ranks, it holds up to V / (2 R) + 1 copies of the gradients.
+Each optimizer is asked to step for each of them. The gradients that it finds are set aside, and reduced when it was
+asked for the last one; so what `zero_grad()` zeroes, and what another optimizer's loss leaves, is as on a device of its
+own. With V virtual ranks on R ranks, a rank holds up to V / (2 R) + 1 copies of the gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,12 +19,12 @@ from torch.optim import Optimizer
 from unisono.comm.operations import HOST
 from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import buckets
-from unisono.parallel.machine import Visit
+from unisono.parallel.machine import Step, Visit
+from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.bare_parameter import BareParameter
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.strategy import Strategy
-from unisono.timeline import REDUCE
-from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
+from unisono.virtual_ranks import Draw, Tree, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
 
 _Tensors = dict[torch.Tensor, torch.Tensor]  # of each parameter or buffer that a virtual rank has one for
@@ -34,20 +36,37 @@ class VirtualEngine(Engine):
     def __init__(self, module: nn.Module, world: World, steps: Any, virtual: VirtualRanks) -> None:
         super().__init__(module, world, steps, shares_buffers=False)
         self._virtual = virtual
-        self._sums: Tree[_Tensors] = Tree(virtual.count, _add)  # of the step's microbatches that are over
-        self._done: set[int] = set()  # the virtual ranks whose gradients it has
-        self._current: tuple[int, int] | None = None  # whose gradients are in .grad: its time, and virtual rank
+        # Of each optimizer: the step that it was asked for, the virtual ranks for which, and their gradients.
+        self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[_Tensors]]] = WeakKeyDictionary()
+        self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
         self._at_begin: list[torch.Tensor] | None = None  # the buffers at the beginning of the step
         self._behind: dict[int, list[torch.Tensor]] = {}  # by virtual rank: the buffers behind its forward passes
         self._buffers_of: int | None = None  # the virtual rank whose buffers the module has
+
+    def _check_turn(self, draw: Draw) -> None:
+        """Refuse a pass that would see what an optimizer has stepped to: for other virtual ranks it has not yet."""
+        step = self._steps.step
+        if not step.visits or step.visits[-1].batch is None or step.visits[-1].batch.draw != draw:
+            return
+        for each in self.optimizers():
+            was_asked = self._asked.get(each) is step and draw.rank in self._sums[each][0]
+            if was_asked or self._steps.has_stepped(each):
+                raise RuntimeError(
+                    f"a forward pass of the {self.name} came after its {type(each).__name__} was asked to step for the "
+                    "same batch; with virtual_ranks that steps when it was asked for each batch of the round, so all "
+                    "losses of a batch come before its steps"
+                )
 
     # Buffers.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         origin = self._steps.origin
         batch = origin.batch if torch.is_grad_enabled() and origin is not None else None
-        if batch is not None and batch.draw is not None and self.members.has_buffers():
-            self._change_buffers(batch.draw.rank)
+        if batch is not None and batch.draw is not None:
+            self._check_turn(batch.draw)
+            if self.members.has_buffers():
+                self._change_buffers(batch.draw.rank)
         return super().run(args, kwargs, method)
 
     def _change_buffers(self, rank: int | None) -> None:
@@ -87,7 +106,7 @@ class VirtualEngine(Engine):
         for each, total in self._fold([buffers[place] for place in means], tree):
             each.data.copy_(total)
 
-    # Gradients.
+    # Gradients: for each optimizer, those that it was asked to step on, of each virtual rank.
 
     def begin_pass(self, reduces: bool, visit: Visit) -> None:
         draw = None if visit.batch is None else visit.batch.draw
@@ -96,65 +115,86 @@ class VirtualEngine(Engine):
                 f"virtual_ranks={self._virtual.count} divides the batches of prepared loaders, and the {self.name} has "
                 "a loss on data of none; prepare its loader, or name the batch, accelerator.backward(loss, batch=batch)"
             )
-        if (visit.microbatch, draw.rank) != self._current:
-            self._put_aside()
-            if draw.rank in self._done:
-                raise RuntimeError(
-                    f"a second batch of virtual rank {draw.rank} in one step of the {self.name}, or a pass on the "
-                    "first after one on another batch: with virtual_ranks each batch of a round has its passes before "
-                    "the next one has, and none is left out"
-                )
-            self._current = visit.microbatch, draw.rank
+        visits = [each for each in self._steps.step.visits if each.loop is visit.loop and each.batch is not None]
+        draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
+        if any(each[:2] != draw[:2] for each in draws) or len({*draws}) < len(draws):
+            raise RuntimeError(
+                f"a step of the {self.name} has a batch twice, or not each of a round's: with virtual_ranks each batch "
+                "has its passes before optimizer.step() is called for it, once, and none is left out"
+            )
+        if self._reduced:
+            raise RuntimeError(
+                f"a backward pass through the {self.name} came after its gradients were reduced, as for clipping, and "
+                "before optimizer.step(): with virtual_ranks they cannot be added any more; clip after the last pass"
+            )
         super().begin_pass(False, visit)
 
-    def _put_aside(self) -> None:
-        """Keep the gradients of a microbatch that is over."""
-        if self._current is None:
-            return
+    def is_due(self, optimizer: Optimizer) -> bool:
+        return optimizer not in self._reduced
+
+    def set_aside(self, optimizer: Optimizer) -> None:
+        """Move the gradients of a virtual rank to what that optimizer is to step on, when all have had their turns."""
+        own = set(map(id, parameters_of(optimizer)))
         taken: _Tensors = {}
         for each in self.members.with_gradients():
-            if each.grad is not None:
+            if id(each) in own and each.grad is not None:
                 taken[each] = each.grad.to_dense() if each.grad.layout is not torch.strided else each.grad
                 each.grad = None
-        _, rank = self._current
-        self._done.add(rank)
-        if rank < self._virtual.count:  # else it is a batch that does not count
-            self._sums.put(rank, taken)
-        self._current = None
+        step = self._steps.step
+        draw = step.visits[-1].batch.draw if step.visits and step.visits[-1].batch is not None else None
+        if draw is None:
+            return  # there was no pass
+        if self._asked.get(optimizer) is not step:
+            self._asked[optimizer], self._sums[optimizer] = step, (set(), Tree(self._virtual.count, _add))
+        ranks, tree = self._sums[optimizer]
+        if draw.rank in ranks:
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} was asked to step twice for one batch of a virtual rank; call its "
+                "step() once for each batch"
+            )
+        ranks.add(draw.rank)
+        if draw.rank < self._virtual.count:  # else its batch does not count
+            tree.put(draw.rank, taken)
         self.gradients.look_again()
 
-    def _forget(self) -> None:
-        self._sums, self._current = Tree(self._virtual.count, _add), None
-        self._done.clear()
+    @torch.no_grad()
+    def reduce(self, optimizer: Optimizer | None = None) -> None:
+        if optimizer is None:
+            return
+        self.set_aside(optimizer)
+        world, (ranks, tree) = self._world, self._sums.pop(optimizer)
+        del self._asked[optimizer]
+        if len(ranks) < self._virtual.each:
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} was asked to step for {len(ranks)} of the {self._virtual.each} "
+                "batches that this rank has of a round; call its step() for each: it does nothing until the last one"
+            )
+        own = set(map(id, parameters_of(optimizer)))
+        parameters = [each for each in self.with_gradients() if id(each) in own]
+        if self._agreed is not self._trained and world.comm.size > 1:
+            check_agreement(self.members.trained(), world)
+            self._agreed = self._trained
+        world.comm.announce(f"the gradients of {self.place()}")
+        held = torch.tensor(
+            [float(any(each in sums for sums in tree.sums.values())) for each in parameters], device=HOST
+        )
+        if world.comm.size > 1:
+            held = world.comm.all_reduce(held)
+        present = [each for each, count in zip(parameters, held.tolist(), strict=True) if count]
+        for each, total in self._fold(present, tree):
+            each.grad = total.clone()  # a view would keep the memory of the whole bucket
+        self._reduced[optimizer] = True
+        self.gradients.note_reduction(self._steps.factor())
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        super().note_step(optimizer)
+        self._reduced.pop(optimizer, None)
 
     def end_pass(self) -> None:
-        """Nothing: the next pass may be of the same microbatch, whose gradients are added first."""
+        """Nothing: gradients are reduced when an optimizer steps."""
 
     def rescale_to_step(self) -> None:
         """Nothing, as in `end_pass`."""
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        world = self._world
-        self._put_aside()
-        for rank in self._virtual.own:
-            if rank not in self._done:
-                self._sums.put(rank, {})
-        parameters = self.with_gradients()
-        with world.timeline.loop().span(REDUCE):
-            if self._agreed is not self._trained and world.comm.size > 1:
-                check_agreement(self.members.trained(), world)
-                self._agreed = self._trained
-            world.comm.announce(f"the gradients of {self.place()}")
-            held = [float(any(each in sums for sums in self._sums.sums.values())) for each in parameters]
-            is_held = (
-                world.comm.all_reduce(torch.tensor(held, device=HOST)) if world.comm.size > 1 else torch.tensor(held)
-            )
-            present = [each for each, count in zip(parameters, is_held.tolist(), strict=True) if count]
-            for each, total in self._fold(present, self._sums):
-                each.grad = total.clone()  # a view would keep the memory of the whole bucket
-        self._forget()
-        self.gradients.note_reduction(self._steps.factor())
 
     def _fold(self, keys: Sequence[torch.Tensor], tree: Tree[_Tensors]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The means over all virtual ranks. A collective."""
@@ -175,11 +215,6 @@ class VirtualEngine(Engine):
             f"gradients of the {self.name} were assigned by hand, and virtual_ranks adds those that backward passes "
             "leave; let accelerator.backward(loss) leave them in .grad"
         )
-
-    def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
-        if are_all := super().note_zeros(optimizer):
-            self._forget()
-        return are_all
 
 
 def _add(one: _Tensors, other: _Tensors) -> _Tensors:

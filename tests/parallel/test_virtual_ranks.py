@@ -1,0 +1,414 @@
+"""Virtual ranks: what a run computes depends on their number alone, to the last bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from modes import Mode
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from unisono import Accelerator, DeviceLoader, current_world
+from unisono.errors import CheckpointError
+from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
+
+V = 4
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    current_world().state.virtual = None
+    torch.set_num_threads(threads)
+
+
+def on(ranks: int, body: Callable[[], Any]) -> Any:
+    """What `body` returns on rank zero, in a world of so many ranks."""
+    return Mode("solo" if ranks == 1 else "processes", ranks).run(lambda: body())[0]  # of this module, for a partial
+
+
+# The tree.
+
+
+def pairs(count: int, ranks: int) -> Any:
+    """The additions over so many virtual ranks, as nested pairs, on so many ranks."""
+    worlds = [VirtualRanks.carried_by(rank, ranks, count) for rank in range(ranks)]
+    sums: list[dict[Any, Any]] = []
+    for each in worlds:
+        tree: Tree[Any] = Tree(count, lambda one, other: (one, other))
+        for rank in each.own:
+            tree.put(rank, rank)
+        sums.append(tree.sums)
+    width = max(len(sums_of(each)) for each in worlds)
+
+    def gather(_: list[Any]) -> list[list[Any]]:
+        padded = [[found[node] for node in sums_of(each)] for each, found in zip(worlds, sums, strict=True)]
+        return [each + each[:1] * (width - len(each)) for each in padded]
+
+    return fold_over_ranks(worlds[0], ranks, sums[0], gather, lambda one, other: (one, other))
+
+
+@hypothesis.given(st.data())
+def test_the_additions_depend_on_the_number_of_virtual_ranks_alone(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 40))
+    ranks = data.draw(st.integers(1, count))
+    assert pairs(count, ranks) == pairs(count, 1)
+    if count == 4:
+        assert pairs(count, ranks) == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(("count", "ranks", "sums"), [(8, 1, 1), (8, 2, 1), (8, 4, 1), (8, 8, 1), (6, 2, 1), (8, 3, 3)])
+def test_a_rank_has_one_sum_where_it_carries_a_whole_subtree(count: int, ranks: int, sums: int) -> None:
+    assert len(sums_of(VirtualRanks.carried_by(0, ranks, count))) == sums
+
+
+# Training.
+
+
+class Rows(Dataset[Any]):
+    """Rows with noise of all three generators."""
+
+    def __init__(self, count: int, shape: tuple[int, ...]) -> None:
+        self.count, self.shape = count, shape
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> Any:
+        noise = random.random() + np.random.random() + torch.rand(()).item()
+        row = torch.randn(self.shape, generator=torch.Generator().manual_seed(place))
+        return row + 0.1 * noise, place % 5
+
+
+class Tokens(Dataset[Any]):
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, place: int) -> Any:
+        found = torch.randint(11, (6,), generator=torch.Generator().manual_seed(place))
+        return found, int(found.sum()) % 5
+
+
+class Recurrent(nn.Module):
+    def __init__(self, is_sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, sparse=is_sparse)
+        self.cells = nn.GRU(8, 8, 2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.head(self.cells(self.embed(tokens))[0][:, -1])
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.head(self.block(self.embed(tokens)))[:, -1, :5]
+
+
+def convolutions() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(4 * 16, 5)]
+    return nn.Sequential(*layers)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Dataset[Any]]]] = {
+    "convolutions": (convolutions, partial(Rows, 37, (1, 6, 6))),
+    "attention": (Attending, Tokens),
+    "recurrent": (Recurrent, Tokens),
+    "sparse": (partial(Recurrent, True), Tokens),
+    "plain": (partial(nn.Linear, 3, 5), partial(Rows, 37, (3,))),
+}
+
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SHUFFLED = partial(DataLoader, batch_size=4, shuffle=True)
+
+
+def train(
+    network: str = "convolutions",
+    count: int | None = V,
+    seed: int = 3,
+    epochs: int = 2,
+    optimizer: Any = MOMENTUM,
+    loader: Any = SHUFFLED,
+    noise: float = 0.1,
+    state: tuple[str, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Train; return the digest and the numbers of batches and steps. With a state: save it after so many steps, and
+    end; or, with a negative number, go on from it."""
+    make, rows = NETWORKS[network]
+    directory, at = state or (None, 0)
+    accelerator = Accelerator(
+        seed=seed,
+        virtual_ranks=count,
+        cpu=True,
+        max_grad_norm=1.0,
+        project_dir=directory,
+        schedule_unit="step",
+        **options,
+    )
+    model = make()
+    steps = optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(steps, 3, 0.8)
+    model, steps, schedule, batches = accelerator.prepare(model, steps, schedule, loader(rows()))
+    if at < 0:
+        accelerator.load_state()
+    drawn = taken = 0
+    for _ in range(batches.epoch, epochs):
+        for inputs, targets in batches:
+            drawn += 1
+            if noise and inputs.is_floating_point():
+                inputs = inputs + noise * torch.randn_like(inputs)
+            accelerator.backward(F.cross_entropy(model(inputs).float(), targets))
+            steps.step()
+            schedule.step()
+            steps.zero_grad()
+            taken += accelerator.sync_gradients
+            if at > 0 and taken == at:
+                accelerator.save_state()
+                return None
+    return accelerator.digest(), drawn, taken
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_any_number_of_ranks_ends_with_the_same_bits(network: str) -> None:
+    body = partial(train, network, optimizer=MOMENTUM if network == "sparse" else partial(torch.optim.Adam, lr=0.01))
+    found = {ranks: on(ranks, body) for ranks in (1, 2, 3)}
+    assert len({digest for digest, *_ in found.values()}) == 1, found
+    assert {ranks: drawn for ranks, (_, drawn, _) in found.items()} == {1: 24, 2: 12, 3: 12}
+    assert {taken for *_, taken in found.values()} == {6}
+
+
+def lists(rows: Any) -> DeviceLoader:
+    """Batches as a list, the last one smaller."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        found = [rows[place] for place in range(len(rows))]
+    stacks = torch.stack([row for row, _ in found]), torch.tensor([label for _, label in found])
+    return DeviceLoader([*zip(*(each.split(5) for each in stacks), strict=True)], virtual_ranks=V)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16": {"mixed_precision": "bf16"},
+    "split_batches": {"split_batches": True},
+    "zero1": {"strategy": "zero1"},
+    "drop_last": {"loader": partial(DataLoader, batch_size=3, drop_last=True)},
+    "workers": {"loader": partial(DataLoader, batch_size=4, shuffle=True, num_workers=1)},
+    "lists": {"loader": lists},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_it_is_with(way: str) -> None:
+    assert len({on(ranks, partial(train, **WAYS[way]))[0] for ranks in (1, 2, V)}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [5, 8])
+def test_so_it_is_on_each_number_of_ranks(count: int) -> None:
+    assert len({on(ranks, partial(train, count=count))[0] for ranks in range(1, count + 1)}) == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_is_what_as_many_ranks_compute(seed: int) -> None:
+    body = partial(weights, seed)
+    for one, other in zip(on(1, partial(body, V)), on(V, partial(body, None)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def weights(seed: int, count: int | None) -> list[torch.Tensor]:
+    """Of a network in which nothing is random, and no buffer."""
+    accelerator = Accelerator(seed=seed, virtual_ranks=count, max_grad_norm=0.5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    rows = torch.randn(35, 3, dtype=torch.float64), torch.randint(5, (35,))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(*rows), batch_size=4, shuffle=True)
+    )
+    for _ in range(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(model(inputs), targets))
+            optimizer.step()
+    return [each.detach().clone() for each in accelerator.unwrap_model(model).parameters()]
+
+
+def test_buffers_are_the_mean_over_the_virtual_ranks() -> None:
+    rows = torch.randn(8, 3)
+
+    def body() -> torch.Tensor:
+        accelerator = Accelerator(virtual_ranks=V)
+        model = nn.BatchNorm1d(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(rows), batch_size=2))
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+        assert int(model.module.num_batches_tracked) == 1
+        return model.module.running_mean
+
+    expected = torch.stack([0.1 * rows[at : at + 2].mean(0) for at in range(0, 8, 2)]).mean(0)
+    for ranks in (1, 2):
+        torch.testing.assert_close(on(ranks, body), expected)
+
+
+def test_each_sample_is_delivered_once_and_gathered_in_its_place() -> None:
+    def body() -> tuple[list[int], list[int]]:
+        accelerator = Accelerator(virtual_ranks=V)
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(23)), batch_size=2))
+        gathered = [accelerator.gather_for_metrics(inputs).tolist() for (inputs,) in loader]
+        return [len(loader), len(gathered)], [each for found in gathered for each in found]
+
+    for ranks, batches in ((1, 12), (2, 6), (3, 6), (4, 3)):
+        lengths, found = on(ranks, body)
+        assert lengths == [batches, batches]
+        assert found == list(range(23))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1)])
+def test_a_run_goes_on_with_its_bits_on_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    whole, *_ = on(1, partial(train, "convolutions"))
+    on(before, partial(train, "convolutions", state=(str(tmp_path), 4)))
+    assert on(after, partial(train, "convolutions", state=(str(tmp_path), -1)))[0] == whole
+
+
+def two_models(alternates: bool) -> str:
+    accelerator = Accelerator(seed=1, virtual_ranks=V)
+    maker, judge = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+    steps = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (maker, judge)]
+    rows = TensorDataset(torch.randn(26, 3))
+    maker, judge, one, other, loader = accelerator.prepare(maker, judge, *steps, DataLoader(rows, 3, shuffle=True))
+    for (real,) in loader:
+        made = maker(torch.randn(len(real), 2))
+        other.zero_grad()
+        accelerator.backward(F.softplus(-judge(real)).mean() + F.softplus(judge(made.detach())).mean())
+        if alternates:
+            other.step()
+        judge.requires_grad_(False)
+        one.zero_grad()
+        accelerator.backward(F.softplus(-judge(made)).mean())
+        judge.requires_grad_(True)
+        if not alternates:
+            other.step()
+        one.step()
+    return accelerator.digest()
+
+
+def test_two_models_in_one_loop_end_with_the_same_bits() -> None:
+    assert len({on(ranks, lambda: two_models(alternates=False)) for ranks in (1, 2, 3)}) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, V])
+def test_a_pass_after_a_step_on_the_same_batch_is_refused(ranks: int) -> None:
+    with pytest.raises(RuntimeError, match="all losses of a batch come before its steps"):
+        on(ranks, lambda: two_models(alternates=True))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"virtual_ranks": 0}, "virtual_ranks=0"),
+        ({"virtual_ranks": 4, "gradient_accumulation_steps": 2}, "pass virtual_ranks=8"),
+        ({"virtual_ranks": 4, "sync_batchnorm": True}, "each virtual rank has statistics of its own"),
+        ({"virtual_ranks": 4, "mixed_precision": "fp16"}, "pass 'bf16'"),
+        ({"virtual_ranks": 4, "strategy": "fsdp"}, "pass 'ddp' or 'zero1'"),
+    ],
+)
+def test_what_does_not_go_with_them_is_refused_at_once(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Accelerator(**options)
+
+
+def test_more_ranks_than_virtual_ones_are_refused() -> None:
+    with pytest.raises(ValueError, match="virtual_ranks=1 are fewer than the 2 ranks; start at most 1"):
+        on(2, partial(train, count=1))
+
+
+def model_and_loader(**options: Any) -> Any:
+    accelerator = Accelerator(virtual_ranks=2, **options)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(TensorDataset(torch.ones(6, 1)), 1))
+
+
+def test_a_loader_must_have_as_many() -> None:
+    accelerator = Accelerator(virtual_ranks=2)
+    rows = DataLoader(TensorDataset(torch.ones(6, 1)), 1)
+    assert len(accelerator.prepare(DeviceLoader(rows, virtual_ranks=2))) == 6
+    with pytest.raises(ValueError, match="virtual_ranks=None, and the Accelerator with 2; give both the same"):
+        accelerator.prepare(DeviceLoader(rows))
+    with pytest.raises(ValueError, match="virtual_ranks=2, and the Accelerator with None"):
+        Accelerator().prepare(DeviceLoader(rows, virtual_ranks=2))
+
+
+def test_a_stream_is_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.ones(6, 1))
+
+    with pytest.raises(ValueError, match="use a map-style dataset"):
+        Accelerator(virtual_ranks=2).prepare(DataLoader(Stream(), 1))
+
+
+def test_a_checkpoint_within_a_round_is_refused(tmp_path: Path) -> None:
+    accelerator, model, optimizer, loader = model_and_loader(project_dir=tmp_path)
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs).sum())
+        optimizer.step()
+        if not accelerator.sync_gradients:
+            with pytest.raises(CheckpointError, match="in the middle of a round of 2 virtual ranks"):
+                accelerator.save_state()
+            return
+    raise AssertionError
+
+
+def test_a_batch_that_is_left_out_is_refused() -> None:
+    accelerator, model, optimizer, loader = model_and_loader()
+    with pytest.raises(RuntimeError, match="has a batch twice, or not each of a round's"):
+        for number, (inputs,) in enumerate(loader):
+            if number != 2:
+                accelerator.backward(model(inputs).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_data_of_no_loader_and_weights_are_refused() -> None:
+    accelerator, model, _, loader = model_and_loader()
+    with pytest.raises(ValueError, match="has a loss on data of none; prepare its loader"):
+        accelerator.backward(model(torch.ones(3, 1)).sum())
+    with pytest.raises(ValueError, match="pass no weight="):
+        accelerator.backward(model(next(iter(loader))[0]).sum(), weight=2)
+
+
+def test_another_accelerator_with_others_is_refused() -> None:
+    def body() -> None:
+        accelerator, model, _, loader = model_and_loader()
+        (inputs,) = next(iter(loader))
+        Accelerator()
+        accelerator.backward(model(inputs).sum())
+
+    with pytest.raises(ValueError, match="made later, with other virtual_ranks; give both the same"):
+        on(2, body)
