@@ -159,7 +159,6 @@ def train(
     accelerator = Accelerator(
         seed=seed,
         virtual_ranks=count,
-        cpu=True,
         max_grad_norm=1.0,
         project_dir=directory,
         schedule_unit="step",
