@@ -143,9 +143,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         kind = strategy_class(options)
         self.world = world_on(world or _joined_world(family_of(device, cpu)), device, cpu, kind)
         check_features(self.world, kind, options, mixed_precision, compile)
-        self.world.state.virtual = None
-        if virtual_ranks is not None:
-            self.world.state.virtual = check_virtual(given, self.world, options)
+        virtual = None if virtual_ranks is None else check_virtual(given, self.world, options)
+        self.world.state.seeds_batches = virtual is not None
+        if virtual is not None:
             torch.set_num_threads(1)  # kernels add in an order that depends on their number
         self.device = self.world.device
         self.scaler = None
@@ -153,7 +153,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             self.scaler = LossScaler(self.device.type, **(scaler_options or {}))
         self.mixed_precision, self.project_dir, self.split_batches = mixed_precision, project_dir, split_batches
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
-        self._steps = Steps(self.world, gradient_accumulation_steps)
+        self._steps = Steps(self.world, gradient_accumulation_steps, virtual)
         self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.
         self.world.state.part(ByHand).trainers.add(self._passes)
@@ -172,7 +172,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             seed=seed,
         )
         self._prepared = PreparedObjects(
-            builder, partial(_prepared_loader, self.world, device_placement, split_batches, seed), schedule_unit
+            builder,
+            partial(_prepared_loader, self.world, device_placement, split_batches, seed, virtual_ranks),
+            schedule_unit,
         )
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
 
@@ -503,9 +505,8 @@ def _joined_world(family: str | None) -> World:
     return join_world(backend=family)
 
 
-def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, loader: Any) -> Any:
+def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, count: int | None, loader: Any) -> Any:
     """The loader of this rank; those of this package stay what they are."""
-    count = None if world.state.virtual is None else world.state.virtual.count
     if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
         if loader.num_virtual != count:
             raise ValueError(

@@ -23,11 +23,12 @@ T = TypeVar("T")
 
 
 class Draw(NamedTuple):
-    """What a batch is for all ranks: the epoch, the first sample of its round, and the virtual rank that it is of."""
+    """Which batch of a run it is: the epoch, the first sample of its round, and the virtual rank, `of` so many."""
 
     epoch: int
     sample: int
     rank: int
+    of: int
 
 
 @dataclass(frozen=True)

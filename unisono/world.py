@@ -33,7 +33,6 @@ from unisono.outcome import this_process
 from unisono.protocols import Backend, Communicator
 from unisono.timeline import Timeline
 from unisono.torch_private import current_graph_task_id, from_tls, is_in_tls
-from unisono.virtual_ranks import VirtualRanks
 
 T = TypeVar("T")
 
@@ -43,12 +42,12 @@ class RankState:
 
     Attributes:
         deliveries: the batches it has received.
-        virtual: the virtual ranks that it carries; None if it is one itself.
+        seeds_batches: whether its generators are seeded with each batch, so that nothing depends on their states.
     """
 
     def __init__(self) -> None:
         self.deliveries = Deliveries()
-        self.virtual: VirtualRanks | None = None
+        self.seeds_batches = False
         self._parts: dict[Any, Any] = {}
 
     def part(self, kind: type[T]) -> T:
@@ -102,12 +101,6 @@ class World:
     def is_of_processes(self) -> bool:
         """Whether each rank is a process, joined with the others by torch's process group."""
         return isinstance(innermost(self.comm), ProcessCommunicator)
-
-    @property
-    def num_parts(self) -> int:
-        """Of how many parts a round is: one of each rank, or of each virtual rank."""
-        virtual = self.state.virtual
-        return self.comm.size if virtual is None else virtual.count
 
     @property
     def is_hosted(self) -> bool:

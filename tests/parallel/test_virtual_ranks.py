@@ -18,7 +18,7 @@ from modes import Mode
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from unisono import Accelerator, DeviceLoader, current_world
+from unisono import Accelerator, DeviceLoader
 from unisono.errors import CheckpointError
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
@@ -29,7 +29,6 @@ V = 4
 def _as_before() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
-    current_world().state.virtual = None
     torch.set_num_threads(threads)
 
 
@@ -402,12 +401,22 @@ def test_data_of_no_loader_and_weights_are_refused() -> None:
         accelerator.backward(model(next(iter(loader))[0]).sum(), weight=2)
 
 
-def test_another_accelerator_with_others_is_refused() -> None:
-    def body() -> None:
-        accelerator, model, _, loader = model_and_loader()
-        (inputs,) = next(iter(loader))
-        Accelerator()
+@pytest.mark.parametrize("count", [None, 3])
+def test_batches_of_others_are_refused(count: int | None) -> None:
+    accelerator = Accelerator(virtual_ranks=count)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    (inputs,) = next(iter(DeviceLoader(DataLoader(TensorDataset(torch.ones(6, 1)), 1), virtual_ranks=2)))
+    with pytest.raises(ValueError, match=f"with virtual_ranks=2 cannot be trained on with virtual_ranks={count}"):
         accelerator.backward(model(inputs).sum())
 
-    with pytest.raises(ValueError, match="made later, with other virtual_ranks; give both the same"):
-        on(2, body)
+
+def test_one_with_them_leaves_nothing_to_another() -> None:
+    def gradient(**options: Any) -> torch.Tensor:
+        accelerator = Accelerator(**options)
+        model = accelerator.prepare(nn.Linear(1, 1))
+        (inputs,) = next(iter(accelerator.prepare(DataLoader(TensorDataset(torch.ones(6, 1)), 1))))
+        accelerator.backward(model(inputs).sum())
+        return model.module.weight.grad
+
+    Accelerator(virtual_ranks=3)
+    assert gradient() == 1

@@ -63,8 +63,8 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
         state = world.backend.seeded_state(seed, world.device)
     if state is not None:
         world.backend.set_rng_state(state, world.device)
-    if world.state.virtual is not None:
-        return  # each batch is a beginning
+    if world.state.seeds_batches:
+        return
     if world.rank == 0 and (len(saved) != world.world_size or (not is_same_kind and (kind or state is not None))):
         logger.warning(
             "saved by %d ranks on %s, loaded by %d on %s: random numbers (dropout) will differ from here on; random "

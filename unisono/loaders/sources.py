@@ -168,7 +168,7 @@ def one_by_one(begun: Begun, rule: Rule, count: int, seed: int | None) -> Iterat
             rank = rule.kept[0] + place * (rule.kept[1] - rule.kept[0] if len(rule.kept) > 1 else rule.count)
             piece = pieces[place] if place < len(pieces) else _uncounted(pieces[0])
             position = behind if place == count - 1 else before
-            yield [piece._replace(position=position, draw=Draw(*at, rank))]
+            yield [piece._replace(position=position, draw=Draw(*at, rank, rule.count))]
         before = behind
 
 

@@ -345,7 +345,7 @@ class Passes:
             return None
         if self._crossings.task in (run.task, current_graph_task_id()):
             if self.steps.count_whole(run.counted.visit):
-                run.part = run.counted.visit.claim.part(self._world.num_parts)
+                run.part = run.counted.visit.claim.part(self.steps.parts)
             claims.refuse_crossed(run.part)
         return scaled(self.steps.step.scale(run.counted.visit) * run.part, gradient)
 
@@ -416,7 +416,7 @@ class Passes:
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
                 claims.check_latest(origin, self._world)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
-            part = visit.claim.part(self._world.num_parts) if is_named else None
+            part = visit.claim.part(self.steps.parts) if is_named else None
             reduces, shown = self.steps.step.state != COLLECTING, None if known else set[Any]()
             counted = self._running[run.task] = _Pass(origin, visit, part, reduces, shown)
             self._watch_end(run.task)
@@ -449,7 +449,7 @@ class Passes:
         engine.begin_pass(reduces, counted.visit)
 
     def _parts(self) -> set[float]:
-        return {each.part(self._world.num_parts) for each in self._claims}
+        return {each.part(self.steps.parts) for each in self._claims}
 
     def _bypassing(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""

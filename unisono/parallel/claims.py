@@ -58,8 +58,9 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         batch: None for data of no loader, or of one that does not know the round: each rank's counts the same then.
         weight: what the loss is the mean over, where that is not the samples.
     """
-    size = world.num_parts
-    if world.state.virtual is not None and (weight is not None or (batch is not None and batch.is_summed)):
+    draw = None if batch is None else batch.draw
+    size = world.comm.size if draw is None else draw.of
+    if batch is not None and draw is not None and (weight is not None or batch.is_summed):
         raise ValueError(
             "with virtual_ranks, what counts in a round has to be known when it is dealt: pass no weight=, and let a "
             "collate_fn return a row of each sample"
@@ -119,7 +120,9 @@ class Origin:
         self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
         self.is_chained = self.is_differentiated = self.may_lag = False
         self.claim = claim = claim_of(self.batch, None, world)
-        self.part = claim.samples * world.num_parts / claim.total if claim.total else 0.0
+        draw = None if self.batch is None else self.batch.draw
+        parts = world.comm.size if draw is None else draw.of
+        self.part = claim.samples * parts / claim.total if claim.total else 0.0
 
 
 def find_origin(
@@ -184,7 +187,7 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
     else:
         claims = [claim_of(each, None, world) for each in batches]
         loaded = {claim.total for claim, each in zip(claims, batches, strict=True) if each is not None}
-        differ = len({each.part(world.num_parts) for each in claims}) > 1 or (is_mean and len(loaded) > 1)
+        differ = len({each.part(world.comm.size) for each in claims}) > 1 or (is_mean and len(loaded) > 1)
     if differ:
         shown = " or ".join(dict.fromkeys(map(_describe, batches)))
         raise ValueError(
@@ -204,7 +207,7 @@ def check_latest(origin: Origin, world: World) -> None:
 
 def check_alike(name: str, claims: Collection[Claim], origin: Origin, is_mean: bool, world: World) -> None:
     """Check that whatever a bare parameter gets in a pass counts alike: its gradient is one sum of it."""
-    parts, totals = {each.part(world.num_parts) for each in claims}, {each.total for each in claims}
+    parts, totals = {each.part(world.comm.size) for each in claims}, {each.total for each in claims}
     if len(parts) > 1 or (is_mean and len(totals) > 1):
         raise ValueError(
             f"the {name}, which was prepared by itself, may get gradients of several batches that count differently in "

@@ -15,16 +15,21 @@ from unisono.deliveries import Batch
 from unisono.parallel.claims import Claim, Origin, check_counts, check_repeated, check_same, claim_of
 from unisono.parallel.machine import ELSEWHERE, UNITS, Machine, Misfit, Visit
 from unisono.parallel.rules import Policy
+from unisono.virtual_ranks import VirtualRanks
 from unisono.world import World
 
 
 class Steps(Machine):
-    """The steps of one rank's training loop, with their weights."""
+    """The steps of one rank's training loop, with their weights.
 
-    def __init__(self, world: World, every: float = 1) -> None:
-        self.world = world
-        self._size, self._virtual = world.num_parts, world.state.virtual
-        virtual = self._virtual
+    Attributes:
+        virtual: the virtual ranks that it carries, if there are any.
+        parts: the number of parts of a round: of ranks, or of virtual ones.
+    """
+
+    def __init__(self, world: World, every: float = 1, virtual: VirtualRanks | None = None) -> None:
+        self.world, self.virtual = world, virtual
+        self.parts = world.comm.size if virtual is None else virtual.count
         super().__init__(every if virtual is None else virtual.each, 0 if virtual is None else virtual.count)
 
     def _check_microbatch(self, origin: Origin) -> None:
@@ -67,9 +72,10 @@ class Steps(Machine):
             ValueError: nothing is counted, since it has no known claim, or its claim does not fit those of the step.
         """
         batch = origin.batch
-        if self.world.state.virtual != self._virtual:
+        if batch is not None and (0 if batch.draw is None else batch.draw.of) != self.step.policy.parts:
             raise ValueError(
-                "another Accelerator of this process was made later, with other virtual_ranks; give both the same"
+                f"a batch of a loader with virtual_ranks={batch.draw and batch.draw.of} cannot be trained on with "
+                f"virtual_ranks={self.step.policy.parts or None}; give the Accelerator and its loaders the same"
             )
         source = self.block or batch or elsewhere
         step, known = self.find_visit(source, optimizers)
@@ -113,7 +119,7 @@ class Steps(Machine):
                 check_repeated(origin.candidates, weight)
         if policy.is_counted and not is_named:
             self._check_microbatch(origin)
-        if weight is None and origin.batch is not None and origin.batch.is_guess and (self._size > 1 or policy.is_mean):
+        if weight is None and origin.batch is not None and origin.batch.is_guess and (self.parts > 1 or policy.is_mean):
             raise ValueError(
                 "it is not known how many rows this batch has, which a collate_fn has made; let it return tensors with "
                 "the rows along their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
@@ -130,16 +136,16 @@ class Steps(Machine):
     @property
     def is_plain(self) -> bool:
         """Whether steps are those of a plain script: one rank and k = 1, so that nothing is reduced or scaled."""
-        return self._size == 1 and not self.step.policy.is_mean
+        return self.parts == 1 and not self.step.policy.is_mean
 
     def factor(self) -> float:
         """As `Step.factor`, in this world."""
-        return self.step.factor(self._size)
+        return self.step.factor(self.parts)
 
     def fraction(self) -> float:
         """This rank's fraction of the samples of the step: the weight of its loss in the sum over the ranks."""
         claims, is_mean = [each.claim for each in self.step.visits], self.step.policy.is_mean
-        if not is_mean and len({each.part(self._size) for each in claims}) > 1:
+        if not is_mean and len({each.part(self.parts) for each in claims}) > 1:
             raise ValueError(
                 "the closure has losses of batches of which this rank has different parts, and returns one number for "
                 "all of them, which cannot be weighed; compute the loss of one batch in a closure, or use batches that "
@@ -147,7 +153,7 @@ class Steps(Machine):
             )
         counted = claims if is_mean else claims[-1:]
         total = sum(each.total for each in counted)
-        return sum(each.samples for each in counted) / total if total else 1 / self._size
+        return sum(each.samples for each in counted) / total if total else 1 / self.parts
 
 
 def _why(misfit: Misfit) -> str:

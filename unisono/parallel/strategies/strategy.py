@@ -69,7 +69,7 @@ class Strategy:
         if isinstance(each, nn.Module):
             _check_plain(each)
             check_fillable(each)
-            if self.world.num_parts > 1:
+            if self.steps.parts > 1:
                 _check_norms(each)
         elif each in given_up and not each.state:
             raise ValueError(
@@ -124,9 +124,9 @@ def strategy_class(options: Choice) -> type[Strategy]:
 def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Choice) -> Strategy:
     """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
     found = (kind if world.takes_engines or not kind.is_of_torch else Strategy)(world, steps, options)
-    if world.state.virtual is None:
+    if steps.virtual is None:
         return found
-    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found)
+    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found, steps.virtual)
     return over_virtual
 
 

@@ -235,9 +235,9 @@ class VirtualStrategy(Strategy):
 
     name = "virtual"
 
-    def __init__(self, other: Strategy) -> None:
+    def __init__(self, other: Strategy, virtual: VirtualRanks) -> None:
         super().__init__(other.world, other.steps, other.options)
-        self._other = other
+        self._other, self._virtual = other, virtual
         self.wrap_optimizer, self.step_of = other.wrap_optimizer, other.step_of  # type: ignore[method-assign]
 
     def check(self, each: nn.Module | Optimizer) -> None:
@@ -249,6 +249,4 @@ class VirtualStrategy(Strategy):
             )
 
     def engine_of(self, module: nn.Module) -> Engine:
-        virtual = self.world.state.virtual
-        assert virtual is not None, "the Accelerator has set it"
-        return VirtualEngine(module, self.world, self.steps, virtual)
+        return VirtualEngine(module, self.world, self.steps, self._virtual)
