@@ -219,6 +219,11 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         check_accumulation(steps)
+        if self._steps.virtual is not None:
+            raise ValueError(
+                f"gradient_accumulation_steps={steps} cannot be set with virtual_ranks={self._steps.virtual.count}, "
+                "whose round is a step; make an Accelerator with as many virtual ranks as a step is to have batches"
+            )
         self._steps.set_every(steps)
 
     def backward(

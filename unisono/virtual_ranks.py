@@ -23,12 +23,27 @@ T = TypeVar("T")
 
 
 class Draw(NamedTuple):
-    """Which batch of a run it is: the epoch, the first sample of its round, and the virtual rank, `of` so many."""
+    """Which batch of a run it is: the seed of its loader, the epoch, the first sample of its round, and the virtual
+    rank, `of` so many."""
 
+    seed: int
     epoch: int
     sample: int
     rank: int
     of: int
+
+    @property
+    def round(self) -> tuple[int, int, int]:
+        """The round that it is of, the same for all virtual ranks."""
+        return self[:3]
+
+    def seed_batch(self) -> None:
+        """Seed the process's generators for what is computed with the batch."""
+        seed_all(seed_of("batch", *self))
+
+    def seed_step(self) -> None:
+        """Seed them, alike on all ranks, for the step on the round, and what follows."""
+        seed_all(seed_of("step", *self.round))
 
 
 @dataclass(frozen=True)
@@ -53,14 +68,9 @@ class VirtualRanks:
         return cls(count, range(rank, count, ranks), -(-count // ranks))
 
 
-def seed_for(seed: int, draw: Draw) -> None:
-    """Seed the process's generators for what is computed with a batch."""
-    seed_all(seed_of(seed, "draw", *draw))
-
-
 def seed_behind(seed: int, epoch: int) -> None:
-    """Seed the process's generators for what comes after a loop."""
-    seed_all(seed_of(seed, "behind", epoch))
+    """Seed the process's generators, alike on all ranks, for what comes after a loop."""
+    seed_all(seed_of("behind", seed, epoch))
 
 
 Node = tuple[int, int]

@@ -258,13 +258,16 @@ def _calling_world() -> World | None:
 
 
 def solo_world(
-    backend: Backend | None = None, device: torch.device | None = None, timeline: Timeline | None = None
+    backend: Backend | None = None,
+    device: torch.device | None = None,
+    timeline: Timeline | None = None,
+    state: RankState | None = None,
 ) -> World:
     """Create a world of one, by default on the first device of the default family."""
     backend = backend or pick_backend()
     device = device or backend.device(0)
     (comm,) = ThreadCommunicator.group(1)
-    return World(device=device, backend=backend, comm=comm, timeline=timeline or Timeline())
+    return World(device=device, backend=backend, comm=comm, timeline=timeline or Timeline(), state=state or RankState())
 
 
 def thread_worlds(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -318,8 +320,20 @@ def test_two_models_in_one_loop_end_with_the_same_bits() -> None:
 
 @pytest.mark.parametrize("ranks", [1, V])
 def test_a_pass_after_a_step_on_the_same_batch_is_refused(ranks: int) -> None:
-    with pytest.raises(RuntimeError, match="all losses of a batch come before its steps"):
+    with pytest.raises(RuntimeError, match="compute all losses of a batch before the first step"):
         on(ranks, lambda: two_models(alternates=True))
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_prints_the_same_on_each_number_of_ranks(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "virtual_ranks.md").read_text()
+    (script := tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
+    printed = set()
+    for ranks in ("1", "3", "8"):
+        command = [sys.executable, "-m", "unisono", "run", "--backend", "cpu", "-n", ranks, "--no-prefix", str(script)]
+        printed.add(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    assert len(printed) == 1
+    assert len(printed.pop().strip()) == 16
 
 
 # What is refused.
@@ -381,6 +395,174 @@ def test_a_checkpoint_within_a_round_is_refused(tmp_path: Path) -> None:
                 accelerator.save_state()
             return
     raise AssertionError
+
+
+class Loop:
+    """What a loop has, of two virtual ranks on one rank."""
+
+    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
+        self.accelerator = Accelerator(virtual_ranks=2, **options)
+        model = model or nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.ones(8, 1)), 2)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+
+    def backward(self, *batches: torch.Tensor) -> None:
+        self.accelerator.backward(sum(self.model(each).mean() for each in batches))
+
+    def each(self, act: Callable[[torch.Tensor], Any]) -> None:
+        for (inputs,) in self.loader:
+            act(inputs)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def clips(loop: Loop) -> None:
+    loop.each(lambda inputs: (loop.backward(inputs), nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)))
+
+
+def looks_ahead(loop: Loop) -> None:
+    before: list[torch.Tensor] = []
+    for (inputs,) in loop.loader:
+        before.append(inputs)
+        if len(before) == 2:
+            loop.backward(before.pop(0))
+
+
+def joins(loop: Loop) -> None:
+    (first,), (second,) = [*loop.loader][:2]
+    loop.backward(first, second)
+
+
+def adds_losses(loop: Loop) -> None:
+    losses: list[torch.Tensor] = []
+    for (inputs,) in loop.loader:
+        losses.append(loop.model(inputs).mean())
+        if len(losses) == 2:
+            loop.accelerator.backward(losses[0] + losses[1])
+
+
+def sharpens(loop: Loop) -> None:
+    def act(inputs: torch.Tensor) -> None:
+        loop.backward(inputs)
+        with torch.no_grad():
+            loop.model.module.weight.add_(0.1)
+        loop.optimizer.zero_grad()
+        loop.backward(inputs)
+
+    loop.each(act)
+
+
+def steps_twice(loop: Loop) -> None:
+    loop.each(lambda inputs: (loop.backward(inputs), loop.optimizer.step()))
+
+
+def steps_on_some(loop: Loop) -> None:
+    for number, (inputs,) in enumerate(loop.loader):
+        loop.backward(inputs)
+        if number % 2:
+            loop.optimizer.step()
+
+
+def closes(loop: Loop) -> None:
+    loop.each(lambda inputs: loop.optimizer.step(lambda: loop.backward(inputs)))
+
+
+def uses_more_threads(loop: Loop) -> None:
+    torch.set_num_threads(2)
+    loop.each(loop.backward)
+
+
+def makes_graphs(loop: Loop) -> None:
+    loop.each(lambda inputs: loop.model(inputs).mean().backward(create_graph=True))
+
+
+def goes_past(loop: Loop) -> None:
+    loop.each(lambda inputs: loop.accelerator.backward(loop.model.module(inputs).mean()))
+
+
+def evaluates(loop: Loop) -> None:
+    with torch.no_grad():
+        for (inputs,) in loop.loader:
+            loop.model(inputs)
+
+
+def accumulates(loop: Loop) -> None:
+    loop.accelerator.gradient_accumulation_steps = 2
+
+
+REFUSED: dict[Callable[[Loop], None], str] = {
+    clips: "clip by accelerator.clip_grad_norm_",
+    looks_ahead: "draw each batch where it is used",
+    joins: "draw each batch where it is used",
+    adds_losses: "losses of several batches",
+    sharpens: "another change of its parameters, in the same round",
+    steps_twice: "was asked to step twice for one batch",
+    steps_on_some: "was asked to step for 1 of the 2 batches",
+    closes: "and a closure cannot be combined",
+    uses_more_threads: r"set_num_threads\(2\) was called",
+    makes_graphs: r"create_graph=True\) through the",
+    goes_past: "came past what prepare\\(\\) has returned",
+    evaluates: "in a loop without gradients: .* call its eval",
+    accumulates: "cannot be set with virtual_ranks=2",
+}
+
+
+@pytest.mark.parametrize("loop", REFUSED, ids=lambda each: each.__name__)
+def test_a_loop_whose_bits_would_depend_on_the_ranks_is_refused(loop: Callable[[Loop], None]) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)) if loop in (goes_past, evaluates) else None
+    with pytest.raises((RuntimeError, ValueError), match=REFUSED[loop]):
+        loop(Loop(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "words"),
+    [
+        (nn.SyncBatchNorm(1), torch.optim.SGD, "use BatchNorm"),
+        (nn.Linear(1, 1), torch.optim.SparseAdam, "use Adam or SGD"),
+    ],
+)
+def test_what_needs_the_ranks_is_refused(model: nn.Module, optimizer: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Accelerator(virtual_ranks=2).prepare(model, optimizer(model.parameters(), lr=0.1))
+
+
+def test_a_collate_fn_that_returns_a_row_of_each_sample_is_one_of_many_and_others_are_refused() -> None:
+    def body(drops: bool) -> list[int]:
+        rows = DataLoader(range(11), 2, collate_fn=lambda given: torch.tensor(given[drops:]))  # type: ignore[arg-type]
+        accelerator = Accelerator(virtual_ranks=2)
+        return [each for batch in accelerator.prepare(rows) for each in accelerator.gather_for_metrics(batch).tolist()]
+
+    for ranks in (1, 2):
+        assert on(ranks, lambda: body(drops=False)) == list(range(11))
+        with pytest.raises(ValueError, match="let it return tensors with a row of each sample"):
+            on(ranks, lambda: body(drops=True))
+
+
+def noisy_steps() -> Any:
+    """Numbers that are drawn between a step and the next batch, and behind a loop that was left."""
+    accelerator = Accelerator(seed=2, virtual_ranks=V)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = DataLoader(TensorDataset(torch.randn(40, 2)), 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, rows)
+    drawn = [torch.rand(()).item()]
+    taken = 0
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            with torch.no_grad():
+                model.module.weight.add_(0.01 * torch.randn(2, 2))
+            taken += 1
+        if taken == 3:
+            break
+    return drawn, torch.rand(()).item(), accelerator.digest()
+
+
+def test_what_is_drawn_at_a_step_is_drawn_alike() -> None:
+    assert on(1, noisy_steps) == on(2, noisy_steps) == on(3, noisy_steps)
 
 
 def test_a_batch_that_is_left_out_is_refused() -> None:

@@ -21,7 +21,7 @@ from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
-from unisono.virtual_ranks import seed_behind, seed_for
+from unisono.virtual_ranks import seed_behind
 from unisono.world import World
 
 _RULE = (
@@ -143,7 +143,7 @@ class DeviceIterator:
         made = self._deliveries.add(received, delivery.batch, *claim)
         if delivery.draw is not None:
             made.draw = delivery.draw
-            seed_for(self._parent.seed, delivery.draw)
+            delivery.draw.seed_batch()
         counts = track.counts
         counts["samples"] += claim.samples
         counts["batches"] += 1

@@ -207,11 +207,28 @@ def _jobs(
 def _count_rows(made: Iterator[list[Made]], dim: int, rule: Rule) -> Iterator[list[Piece]]:
     """The pieces of each round, which a `collate_fn` has made, with the rows that they have; ValueError if their number
     is not allowed. On several ranks, a batch without any becomes a row that does not count."""
+    if rule.is_virtual:
+        for each in made:
+            yield [_as_dealt(job, batch) for job, batch in each]
+        return
     is_summed = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
     counted = ([_counted(job, batch, rule) for job, batch in each] for each in made)
     for pieces in counted if rule.count * rule.shards == 1 else _filled(counted, dim):
         total = None if is_summed else sum(each.claim.samples for each in pieces)
         yield [each._replace(claim=each.claim._replace(total=total, is_summed=is_summed)) for each in pieces]
+
+
+def _as_dealt(job: Job, made: Any) -> Piece:
+    if type(made) is not Collated:  # a failure
+        return job.piece(made)
+    indices = job.request.indices
+    if made.rows != len(indices):
+        rows = "an unknown number of" if made.rows is None else made.rows
+        raise ValueError(
+            f"collate_fn returned {rows} rows of {len(indices)} samples ({few(indices)}), and with virtual_ranks what "
+            "counts in a round is known when it is dealt; let it return tensors with a row of each sample"
+        )
+    return job.piece(made.batch)
 
 
 def _counted(job: Job, made: Any, rule: Rule) -> Piece:

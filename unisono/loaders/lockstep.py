@@ -292,7 +292,7 @@ class Lockstep:
         sample = world.comm.broadcast_object(sample, root)
         if self._spare is None:
             batch, token = world.backend.to_device(sample, self._lane.device)
-            self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps(), None)
+            self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
 
 
 def _check_offers(offers: list[_Offer]) -> None:

@@ -31,7 +31,7 @@ from unisono.comm.thread_start import check_threads
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.indexed import is_sharded
+from unisono.loaders.indexed import IndexedSource, is_sharded
 from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Lane, Pipeline, Unthreaded
 from unisono.loaders.registry import Sources, source_of, warn_of_repetition
@@ -233,9 +233,9 @@ class ParallelLoader:
             self._meet_others()
         begun = self._source.begin(self._rule)
         reads_here = not getattr(self._loader, "num_workers", 0)
-        if self.is_virtual:
-            seed = self._source.seed if reads_here else None
-            begun = begun._replace(pieces=one_by_one(begun, self._rule, self._in_turn, seed))
+        if self.is_virtual:  # what other loaders draw, with workers or without, is drawn in the thread that reads
+            reads_here = reads_here or not isinstance(self._source, IndexedSource)
+            begun = begun._replace(pieces=one_by_one(begun, self._rule, self._in_turn, self.seed, reads_here))
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])

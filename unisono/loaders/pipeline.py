@@ -88,7 +88,7 @@ class Delivery(NamedTuple):
     position: Any
     nbytes: int
     stamps: Stamps
-    draw: Draw | None
+    draw: Draw | None = None
 
 
 class Lane:

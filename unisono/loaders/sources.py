@@ -149,17 +149,17 @@ class Source(ABC):
         return []
 
 
-def one_by_one(begun: Begun, rule: Rule, count: int, seed: int | None) -> Iterator[list[Piece]]:
+def one_by_one(begun: Begun, rule: Rule, count: int, seed: int, reads_here: bool) -> Iterator[list[Piece]]:
     """The pieces of each round one after another; the position behind all but the last is that before the round.
 
     Args:
         count: as many on each rank: one that carries fewer gets a batch again, which does not count.
-        seed: for what is drawn while a round is read, in the thread of the loop; None if it is read elsewhere.
+        reads_here: whether the loop's thread reads: what is drawn while a round is read then has a seed of its own.
     """
     before = begun.position
     while True:
-        at = begun.epoch, before["offset"]
-        with nullcontext() if seed is None else seeded(seed_of(seed, "read", *at)):
+        at = seed, begun.epoch, before["offset"]
+        with seeded(seed_of("read", *at)) if reads_here else nullcontext():
             pieces = next(begun.pieces, None)
         if pieces is None:
             return

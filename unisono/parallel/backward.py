@@ -314,6 +314,14 @@ class Passes:
     def _join_origin(self, engine: Engine, origin: Origin) -> Visit:
         """Count a further batch that has a loss in this backward pass."""
         before = self.steps.factor()
+        others = [each.batch for each in self.steps.step.current() if each.batch is not origin.batch]
+        if self.steps.virtual is not None and any(
+            each and origin.batch and each.loop is origin.batch.loop for each in others
+        ):
+            raise RuntimeError(
+                f"one backward pass has losses of several batches of the {engine.name}, and with virtual_ranks each is "
+                "of another virtual rank; call accelerator.backward(loss) for the loss of each one when it is drawn"
+            )
         visit = self._count_late(origin, engine)
         if engine.gathers and self.steps.factor() != before:
             raise RuntimeError(
@@ -344,6 +352,8 @@ class Passes:
         if run.counted is None:
             return None
         if self._crossings.task in (run.task, current_graph_task_id()):
+            if self.steps.virtual is not None:
+                raise claims.crossed_virtual()
             if self.steps.count_whole(run.counted.visit):
                 run.part = run.counted.visit.claim.part(self.steps.parts)
             claims.refuse_crossed(run.part)

@@ -60,11 +60,8 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
     """
     draw = None if batch is None else batch.draw
     size = world.comm.size if draw is None else draw.of
-    if batch is not None and draw is not None and (weight is not None or batch.is_summed):
-        raise ValueError(
-            "with virtual_ranks, what counts in a round has to be known when it is dealt: pass no weight=, and let a "
-            "collate_fn return a row of each sample"
-        )
+    if draw is not None and weight is not None:
+        raise ValueError("with virtual_ranks, what counts in a round is known when it is dealt: pass no weight=")
     if weight is None and batch is not None and batch.is_summed:
         batch.total = int(_sum_over_ranks([batch.samples], world)[0])
         batch.is_summed = False
@@ -285,6 +282,14 @@ class Crossings:
     def restart(self) -> None:
         """Start over: the rank's loop begins again."""
         self.is_held = False
+
+
+def crossed_virtual() -> ValueError:
+    """The error for gradients of other ranks' losses, with virtual ranks."""
+    return ValueError(
+        "gradients came through unisono.functional, of the losses of all ranks, and with virtual_ranks a rank carries "
+        "several; compute the loss of a batch from that batch, or leave out virtual_ranks"
+    )
 
 
 def refuse_crossed(part: float) -> None:

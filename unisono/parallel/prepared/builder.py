@@ -64,7 +64,8 @@ class Builder:
         engine = self.strategy.wrap_model(module)
         made = PreparedModel(engine, self.passes, self.autocast)
         # Until the first model is prepared, the ranks draw the same numbers; from here on, each draws its own.
-        if self.seed is not None and not self._is_seeded and self.world.world_size > 1:
+        is_apart = self.world.world_size > 1 and self.passes.steps.virtual is None
+        if self.seed is not None and not self._is_seeded and is_apart:
             self._seed_generators(seed_of(self.seed, "rank", self.world.rank))
         self._is_seeded = True
         return made

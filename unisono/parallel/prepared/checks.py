@@ -65,7 +65,7 @@ def world_on(world: World, device: str | int | torch.device | None, cpu: bool, s
     backend, wanted = resolve_device(CPU if cpu else device or 0)
     if world.world_size == 1:
         _enter(backend, wanted, strategy)
-        return solo_world(backend, wanted, world.timeline)
+        return solo_world(backend, wanted, world.timeline, world.state)
     names_one = isinstance(device, int) or (device is not None and torch.device(device).index is not None)
     if wanted.type != world.device.type or (names_one and wanted != world.device):
         raise ValueError(

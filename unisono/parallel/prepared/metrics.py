@@ -94,7 +94,11 @@ def _num_valid(values: Any, world: World) -> int:
 def _are_of_last(count: int, loops: Sequence[Loop]) -> bool:
     """Whether computed values of so many rows can only be of the batch that was delivered last: not of one before it,
     nor of another loop that repeats samples, all of it or, if it is for the same end, its last batch."""
-    if not loops or loops[0].last.rows != count or loops[0].gathered < loops[0].num_batches - 1:
+    if not loops or loops[0].last.rows != count:
+        return False
+    if loops[0].last.draw is not None and loops[0].is_open:  # of virtual ranks, one batch at a time
+        return True
+    if loops[0].gathered < loops[0].num_batches - 1:
         return False
     return not any(
         count == each.num_rows or (count == each.last.rows and each.is_evaluation == loops[0].is_evaluation)

@@ -153,6 +153,11 @@ class UnpreparedSchedule:
         size, is_mean = stepper.world.comm.size, stepper.is_mean
         batches, rounds = (None if loop is None else loop.lengths()) or (size, 1)
         is_changed = loop is not None and loop is self._loop and rates != self._rates
+        if stepper.is_virtual and is_alone and is_changed:
+            raise RuntimeError(
+                f"a scheduler of the {type(stepper.optimizer).__name__} was not prepared: with virtual_ranks it "
+                "advances with each batch of a rank, and so differs with their number; pass it to accelerator.prepare()"
+            )
         if stepper.world.rank or not (is_alone and is_changed and (is_mean or batches != rounds)):
             return
         when = f"on every microbatch, {stepper.every} of which make a step"

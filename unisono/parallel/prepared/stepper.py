@@ -169,6 +169,8 @@ class Stepper:
             self._check_added()
         if current_graph_task_id() >= 0:
             self._refuse_inside_backward()
+        if closure is not None:
+            self._check_closure()
         if not self._steps.request(self.optimizer):
             self._skip()
             return None
@@ -179,7 +181,6 @@ class Stepper:
             for check in self.checks[:]:  # one may be for the first steps only
                 check()
             if closure is not None:
-                self._check_closure()
                 closure = self._reducing(closure)
             elif self._steps.step.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
                 track.count("skipped steps")
@@ -296,6 +297,11 @@ class Stepper:
         """Whether steps have several microbatches."""
         return self._steps.policy.is_mean
 
+    @property
+    def is_virtual(self) -> bool:
+        """Whether steps are those of virtual ranks."""
+        return self._steps.virtual is not None
+
     def loop_of_last_step(self) -> Loop | None:
         """The loop over a loader in which the last step was taken, if it has not ended."""
         batch = self._steps.step.last
@@ -316,6 +322,13 @@ class Stepper:
             )
 
     def _refuse_assigned(self) -> None:
+        if (virtual := self._steps.virtual) is not None:
+            raise RuntimeError(
+                f"virtual_ranks={virtual.count} add what backward passes leave, and the gradients that the "
+                f"{type(self.optimizer).__name__} finds were assigned or changed by hand before it was asked to step; "
+                "clip by accelerator.clip_grad_norm_ or clip_grad_value_, and change gradients in a hook of the "
+                "parameter (register_hook)"
+            )
         raise RuntimeError(
             f"gradient_accumulation_steps={self.every} counts backward passes, and the gradients that the "
             f"{type(self.optimizer).__name__} finds were assigned or changed by hand, for example to those of "
@@ -376,6 +389,11 @@ class Stepper:
     def _check_closure(self) -> None:
         if self._scaler is not None:
             raise RuntimeError("mixed_precision='fp16' and a closure cannot be combined; use mixed_precision='bf16'")
+        if (virtual := self._steps.virtual) is not None:
+            raise RuntimeError(
+                f"virtual_ranks={virtual.count} and a closure cannot be combined: it would compute the gradients of "
+                "the last batch of a round; pass no closure"
+            )
         if self._steps.step.policy.is_mean:
             raise RuntimeError(
                 f"gradient_accumulation_steps={self.every} and a closure cannot be combined: it would "

@@ -9,6 +9,7 @@ own. With V virtual ranks on R ranks, a rank holds up to V / (2 R) + 1 copies of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm.operations import HOST
+from unisono.deliveries import Batch, Loop
 from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import buckets
 from unisono.parallel.machine import Step, Visit
@@ -24,6 +26,7 @@ from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.bare_parameter import BareParameter
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.strategy import Strategy
+from unisono.torch_private import VERSION
 from unisono.virtual_ranks import Draw, Tree, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
 
@@ -36,6 +39,8 @@ class VirtualEngine(Engine):
     def __init__(self, module: nn.Module, world: World, steps: Any, virtual: VirtualRanks) -> None:
         super().__init__(module, world, steps, shares_buffers=False)
         self._virtual = virtual
+        # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
+        self._versions: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
         # Of each optimizer: the step that it was asked for, the virtual ranks for which, and their gradients.
         self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[_Tensors]]] = WeakKeyDictionary()
@@ -44,30 +49,49 @@ class VirtualEngine(Engine):
         self._behind: dict[int, list[torch.Tensor]] = {}  # by virtual rank: the buffers behind its forward passes
         self._buffers_of: int | None = None  # the virtual rank whose buffers the module has
 
-    def _check_turn(self, draw: Draw) -> None:
-        """Refuse a pass that would see what an optimizer has stepped to: for other virtual ranks it has not yet."""
-        step = self._steps.step
-        if not step.visits or step.visits[-1].batch is None or step.visits[-1].batch.draw != draw:
-            return
-        for each in self.optimizers():
-            was_asked = self._asked.get(each) is step and draw.rank in self._sums[each][0]
-            if was_asked or self._steps.has_stepped(each):
-                raise RuntimeError(
-                    f"a forward pass of the {self.name} came after its {type(each).__name__} was asked to step for the "
-                    "same batch; with virtual_ranks that steps when it was asked for each batch of the round, so all "
-                    "losses of a batch come before its steps"
-                )
-
-    # Buffers.
-
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
-        origin = self._steps.origin
-        batch = origin.batch if torch.is_grad_enabled() and origin is not None else None
+        is_recorded = torch.is_grad_enabled()
+        if is_recorded:
+            batch = None if self._steps.origin is None else self._steps.origin.batch
+        else:
+            batch = next(iter(self._world.state.deliveries.find((args, kwargs))), None)
         if batch is not None and batch.draw is not None:
-            self._check_turn(batch.draw)
-            if self.members.has_buffers():
+            self._check_turn(batch, batch.draw, is_recorded)
+            if self.module.training and self.members.has_buffers():
+                self._check_buffers(batch)
                 self._change_buffers(batch.draw.rank)
         return super().run(args, kwargs, method)
+
+    def _check_turn(self, batch: Batch, draw: Draw, is_recorded: bool) -> None:
+        """Refuse a forward pass whose result would depend on which virtual ranks this rank carries."""
+        if is_recorded and batch.loop.last is not batch:
+            raise RuntimeError(
+                f"a forward pass of the {self.name} is on a batch that is not the one that its loop has drawn last: "
+                "with virtual_ranks random numbers are those of the latter; draw each batch where it is used"
+            )
+        step, version = self._steps.step, sum(map(attrgetter(VERSION), self.members.parameters()))
+        round_, first = self._versions.setdefault(batch.loop, (draw.round, version))
+        if round_ != draw.round:
+            self._versions[batch.loop] = draw.round, version
+        asked = [
+            each for each in self.optimizers() if self._asked.get(each) is step and draw.rank in self._sums[each][0]
+        ]
+        if (round_ == draw.round and first != version) or (is_recorded and asked and step.last is batch):
+            raise RuntimeError(
+                f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
+                "same round; with virtual_ranks those of other virtual ranks come before it: compute all losses of a "
+                "batch before the first step() of its optimizers"
+            )
+
+    def _check_buffers(self, batch: Batch) -> None:
+        if batch.loop.is_evaluation or not self.optimizers():
+            where = "in a loop without gradients" if batch.loop.is_evaluation else "and it has no prepared optimizer"
+            raise RuntimeError(
+                f"the {self.name} is in training mode, and its buffers may change, {where}: with virtual_ranks they "
+                "are averaged when it steps; call its eval() before"
+            )
+
+    # Buffers.
 
     def _change_buffers(self, rank: int | None) -> None:
         """Give the module the buffers of a virtual rank, which are those of the step's beginning at first."""
@@ -80,6 +104,11 @@ class VirtualEngine(Engine):
             self._behind[self._buffers_of] = [each.clone() for each in buffers]
         if rank is not None:
             for each, value in zip(buffers, self._behind.get(rank, self._at_begin), strict=True):
+                if each.shape != value.shape:
+                    raise RuntimeError(
+                        f"a buffer of the {self.name} has grown from {list(value.shape)} to {list(each.shape)}, and "
+                        "with virtual_ranks each batch of a round begins with the same; give it its full shape"
+                    )
                 each.data.copy_(value)  # as the layer itself does, it is no write that autograd counts
         self._buffers_of = rank
 
@@ -115,18 +144,30 @@ class VirtualEngine(Engine):
                 f"virtual_ranks={self._virtual.count} divides the batches of prepared loaders, and the {self.name} has "
                 "a loss on data of none; prepare its loader, or name the batch, accelerator.backward(loss, batch=batch)"
             )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward(create_graph=True) through the {self.name}: with virtual_ranks gradients are added outside "
+                "any graph; get what is to be differentiated again from torch.autograd.grad(..., create_graph=True)"
+            )
+        if self.module.training and self.members.has_buffers() and self._buffers_of != draw.rank:
+            raise RuntimeError(
+                f"a loss of the {self.name} came past what prepare() has returned, so that its buffers are not those "
+                "of the virtual rank; call that, or a method of it after model.mark_forward_method(name)"
+            )
         visits = [each for each in self._steps.step.visits if each.loop is visit.loop and each.batch is not None]
         draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
-        if any(each[:2] != draw[:2] for each in draws) or len({*draws}) < len(draws):
+        if any(each.round != draw.round for each in draws) or len({*draws}) < len(draws):
             raise RuntimeError(
                 f"a step of the {self.name} has a batch twice, or not each of a round's: with virtual_ranks each batch "
-                "has its passes before optimizer.step() is called for it, once, and none is left out"
+                "has its passes before optimizer.step() is called for it, once, and none is left out; leave a loop "
+                "where accelerator.sync_gradients is true"
             )
         if self._reduced:
             raise RuntimeError(
                 f"a backward pass through the {self.name} came after its gradients were reduced, as for clipping, and "
                 "before optimizer.step(): with virtual_ranks they cannot be added any more; clip after the last pass"
             )
+        self.gradients.note_others()  # to find what is changed by hand
         super().begin_pass(False, visit)
 
     def is_due(self, optimizer: Optimizer) -> bool:
@@ -162,6 +203,15 @@ class VirtualEngine(Engine):
         if optimizer is None:
             return
         self.set_aside(optimizer)
+        last = self._steps.step.last
+        if optimizer not in self._sums or last is None or last.draw is None:
+            return  # no pass has left anything, which the optimizer says
+        if torch.get_num_threads() != 1:
+            raise RuntimeError(
+                f"torch.set_num_threads({torch.get_num_threads()}) was called after the Accelerator was made: with "
+                "virtual_ranks each rank computes with one thread, since kernels add in an order that depends on it"
+            )
+        last.draw.seed_step()
         world, (ranks, tree) = self._world, self._sums.pop(optimizer)
         del self._asked[optimizer]
         if len(ranks) < self._virtual.each:
@@ -242,6 +292,13 @@ class VirtualStrategy(Strategy):
 
     def check(self, each: nn.Module | Optimizer) -> None:
         self._other.check(each)
+        if isinstance(each, torch.optim.SparseAdam):
+            raise ValueError("virtual_ranks add gradients as dense ones, which SparseAdam refuses; use Adam or SGD")
+        if isinstance(each, nn.Module) and any(isinstance(part, nn.SyncBatchNorm) for part in each.modules()):
+            raise ValueError(
+                f"the {type(each).__name__} has a SyncBatchNorm, and with virtual_ranks each one has statistics of its "
+                "own; use BatchNorm"
+            )
         if isinstance(each, BareParameter):
             raise ValueError(
                 f"virtual_ranks do not train a parameter of shape {list(each.value.shape)} that is no model's; make it "
