@@ -45,6 +45,10 @@ class Draw(NamedTuple):
         """Seed them, alike on all ranks, for the step on the round, and what follows."""
         seed_all(seed_of("step", *self.round))
 
+    def seed_behind(self) -> None:
+        """Seed them, alike on all ranks, for what comes after the loop."""
+        seed_all(seed_of("behind", self.seed, self.epoch))
+
 
 @dataclass(frozen=True)
 class VirtualRanks:
@@ -66,11 +70,6 @@ class VirtualRanks:
         if count < ranks:
             raise ValueError(f"virtual_ranks={count} are fewer than the {ranks} ranks; start at most {count}")
         return cls(count, range(rank, count, ranks), -(-count // ranks))
-
-
-def seed_behind(seed: int, epoch: int) -> None:
-    """Seed the process's generators, alike on all ranks, for what comes after a loop."""
-    seed_all(seed_of("behind", seed, epoch))
 
 
 Node = tuple[int, int]

@@ -21,7 +21,6 @@ from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
-from unisono.virtual_ranks import seed_behind
 from unisono.world import World
 
 _RULE = (
@@ -121,8 +120,8 @@ class DeviceIterator:
             self._deliveries.end(received, isinstance(error, EndOfChannel))
             self._loop = self._received = None
             if isinstance(error, EndOfChannel):
-                if self._parent.is_virtual:
-                    seed_behind(self._parent.seed, self.epoch)
+                if received.last is not None and received.last.draw is not None:
+                    received.last.draw.seed_behind()
                 lane.progress.has_ended = True
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would end as if the data had
