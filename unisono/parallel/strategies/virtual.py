@@ -231,8 +231,11 @@ class VirtualEngine(Engine):
         if world.comm.size > 1:
             held = world.comm.all_reduce(held)
         present = [each for each, count in zip(parameters, held.tolist(), strict=True) if count]
+        (known, *_) = tree.sums.values()
         for each, total in self._fold(present, tree):
-            each.grad = total.clone()  # a view would keep the memory of the whole bucket
+            # No view, which would keep the memory of the whole bucket.
+            mine = known.get(each)
+            each.grad = total.clone() if mine is None else mine if mine is total else mine.copy_(total)
         self._reduced[optimizer] = True
         self.gradients.note_reduction(self._steps.factor())
 
@@ -249,14 +252,22 @@ class VirtualEngine(Engine):
     def _fold(self, keys: Sequence[torch.Tensor], tree: Tree[_Tensors]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The means over all virtual ranks. A collective."""
         world, virtual = self._world, self._virtual
+        if world.comm.size == 1:
+            yield from ((each, tree.total()[each].div_(virtual.count)) for each in keys)
+            return
         nodes = sums_of(virtual)
+        are_two = world.comm.size == 2 and virtual.count % 2 == 0  # one sum each, and a + b is b + a
         for bucket in buckets(keys):
             own = {node: _flatten(bucket, tree.sums[node]) for node in nodes}
 
             def gather(sums: list[torch.Tensor]) -> list[list[torch.Tensor]]:
                 return [list(each.unbind(0)) for each in world.comm.all_gather(torch.stack(sums))]
 
-            total = fold_over_ranks(virtual, world.comm.size, own, gather, torch.Tensor.add_) / virtual.count
+            if are_two:
+                total = world.comm.all_reduce(own[nodes[0]])
+            else:
+                total = fold_over_ranks(virtual, world.comm.size, own, gather, torch.Tensor.add_)
+            total.div_(virtual.count)
             for each, piece in zip(bucket, total.split([each.numel() for each in bucket]), strict=True):
                 yield each, piece.view_as(each)
 

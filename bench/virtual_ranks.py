@@ -1,0 +1,82 @@
+"""What virtual ranks cost on CPUs, by the time of an epoch: as many as ranks, against none; and four on each of two
+ranks, against the accumulation of four microbatches.
+
+    python bench/virtual_ranks.py
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from blocks import interleave, options, show
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator, spawn
+
+DEVICES = ("cpu",)
+RANKS, BATCH = 2, 32
+
+
+def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
+    if kind == "MLP, 1.1 M parameters":
+        return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10)), (
+            512,
+        )
+    layers = [
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 2),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+    ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), (3, 32, 32)
+
+
+def train(rank: int, kind: str, batches: int, **given: Any) -> float:
+    """Seconds of an epoch of so many batches on each rank, the second one."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(seed=0, **given)
+    model, shape = network(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    count = batches * RANKS * BATCH
+    rows = TensorDataset(torch.randn(count, *shape), torch.randint(10, (count,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, BATCH))
+    for _ in range(2):
+        began = time.perf_counter()
+        for inputs, targets in loader:
+            accelerator.backward(F.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    return time.perf_counter() - began
+
+
+def cost(kind: str, batches: int, **given: Any) -> float:
+    return max(
+        map(float, spawn(partial(train, kind=kind, batches=batches, **given), nprocs=RANKS, backend="cpu", cores=1))
+    )
+
+
+def main() -> None:
+    given = options(__doc__, DEVICES, 12, batches=64)
+    for kind in ("MLP, 1.1 M parameters", "CNN with BatchNorm"):
+        for case, ours, theirs in (
+            (f"{RANKS} virtual ranks on {RANKS} ranks", {"virtual_ranks": RANKS}, {}),
+            (
+                f"{4 * RANKS} virtual ranks on {RANKS} ranks",
+                {"virtual_ranks": 4 * RANKS},
+                {"gradient_accumulation_steps": 4},
+            ),
+        ):
+            variants = {"virtual ranks": ours, "none" if not theirs else "accumulation of 4": theirs}
+            runs = {name: partial(cost, kind, given.batches, **each) for name, each in variants.items()}
+            show(f"{case}, {kind}", interleave(runs, given.blocks))
+
+
+if __name__ == "__main__":
+    main()
