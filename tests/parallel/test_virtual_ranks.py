@@ -314,6 +314,27 @@ def two_models(alternates: bool) -> str:
     return accelerator.digest()
 
 
+def test_a_state_may_be_loaded_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    def body(leaves: bool) -> str:
+        accelerator = Accelerator(seed=1, virtual_ranks=V)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        rows = DataLoader(TensorDataset(torch.randn(48, 3)), 3, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, rows)
+        accelerator.save_state(tmp_path / "begin")
+        for left_at in (5, -1) if leaves else (-1,):
+            for number, (inputs,) in enumerate(loader):
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == left_at:
+                    accelerator.load_state(tmp_path / "begin")
+                    break
+        return accelerator.digest()
+
+    assert body(leaves=True) == body(leaves=False)
+
+
 def test_two_models_in_one_loop_end_with_the_same_bits() -> None:
     assert len({on(ranks, lambda: two_models(alternates=False)) for ranks in (1, 2, 3)}) == 1
 

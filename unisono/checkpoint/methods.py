@@ -113,7 +113,7 @@ class PreparedStates:
         for engine in self._prepared.engines():  # gradients of this run do not belong to a step of the loaded one
             for each in [*engine.members.trained(), *engine.leaves()]:
                 each.grad = None
-            engine.note_zeros()
+            engine.restart()
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
             resume_step(claims, restored.held, self._steps, self._prepared.engines())

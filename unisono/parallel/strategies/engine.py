@@ -378,6 +378,10 @@ class Engine:
         self.gradients.note_zeros()
         return True
 
+    def restart(self) -> None:
+        """Record that a state was loaded: what this run has begun belongs to no step."""
+        self.note_zeros()
+
     def has_assigned(self, optimizer: Optimizer) -> bool:
         """Whether `.grad` holds gradients that no backward pass has left since that optimizer's last step."""
         if self._world.comm.size == 1:

@@ -243,6 +243,13 @@ class VirtualEngine(Engine):
         super().note_step(optimizer)
         self._reduced.pop(optimizer, None)
 
+    def restart(self) -> None:
+        super().restart()
+        self._asked.clear()
+        self._reduced.clear()
+        self._behind.clear()
+        self._at_begin = self._buffers_of = None
+
     def end_pass(self) -> None:
         """Nothing: gradients are reduced when an optimizer steps."""
 
