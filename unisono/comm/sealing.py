@@ -199,22 +199,22 @@ def seal_objects(world: str) -> None:
         default: Any = dist.group.WORLD
         return f"objects of group {(group or default).group_name} in world {world}"
 
-    def encode(value: Any, device: torch.device, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        data, _ = to_tensor(value, device, group)
+    def encode(value: Any, device: torch.device, group: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        data, _ = to_tensor(value, device, group, *others)
         place = place_of(group)
         sent[place] += 1
         head = dist.get_rank().to_bytes(_HEAD) + sent[place].to_bytes(_HEAD)
         sealed = tensor_of(seal(head + data.cpu().numpy().tobytes(), place)).clone()  # torch resizes it
         return sealed.to(device), torch.tensor([len(sealed)]).to(device)
 
-    def decode(data: torch.Tensor, size: Any, group: Any) -> Any:
+    def decode(data: torch.Tensor, size: Any, group: Any, *others: Any) -> Any:
         place = place_of(group)
         opened = unseal(data.cpu().numpy().tobytes()[: int(size)], place)
         sender, number = opened[:_HEAD], int.from_bytes(opened[_HEAD : 2 * _HEAD])
         if not taken[place, sender].take(number):
             raise UnsignedError(f"what came by the network ({place}) has come before: somebody else has sent it again")
         opened = opened[2 * _HEAD :]
-        return to_object(tensor_of(opened), len(opened), group)
+        return to_object(tensor_of(opened), len(opened), group, *others)
 
     setattr(dist.distributed_c10d, OBJECT_TO_TENSOR, encode)
     setattr(dist.distributed_c10d, TENSOR_TO_OBJECT, decode)

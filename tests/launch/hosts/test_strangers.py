@@ -420,4 +420,5 @@ def test_no_run_believes_what_was_signed_in_an_earlier_one(networks: tuple[str, 
         assert told() == "replays\n", stranger.end()
         second = [each.end() for each in (host, begin("2"))]
         assert told() == "over\n"  # and nothing was believed
-    assert [code for code, _, _ in second] == [1, 1], second
+    for code, output, errors in second:  # where he is late, it goes on
+        assert (code == 1 and errors) or (code == 0 and "found" in output), second
