@@ -85,8 +85,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         compile: compile the models; a mapping holds the arguments of `torch.compile`.
         seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
             first `prepare` with a model, each rank's generators continue from a seed of their own.
-        virtual_ranks: compute what so many devices would compute, with the same bits on any number of ranks that
-            divides it (docs/virtual_ranks.md). None: each rank is one.
+        virtual_ranks: compute what so many devices would compute, with the same bits on any number of ranks up to it
+            (docs/virtual_ranks.md). None: each rank is one.
         cpu: use the CPU, even if there are accelerators.
         device_placement: move models, optimizer states and batches to the device; False moves nothing.
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets

@@ -81,11 +81,8 @@ class PreparedStates:
         claims = claims_of(self._steps, self._prepared.engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared.engines())
-        parts = self._steps.policy.parts
-        facts, step = (
-            {"taken": taken, "claims": claims, "virtual_ranks": parts},
-            max((steps for steps, *_ in taken), default=0),
-        )
+        facts = {"taken": taken, "claims": claims, "virtual_ranks": self._steps.policy.parts}
+        step = max((steps for steps, *_ in taken), default=0)
         choose = self._run_save_hooks if self.save_hooks else None
         return self._saver.save(place, objects, step, score, is_async, facts, held, choose)
 

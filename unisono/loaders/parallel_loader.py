@@ -233,7 +233,7 @@ class ParallelLoader:
             self._meet_others()
         begun = self._source.begin(self._rule)
         reads_here = not getattr(self._loader, "num_workers", 0)
-        if self.is_virtual:  # what other loaders draw, with workers or without, is drawn in the thread that reads
+        if self._rule.is_virtual:  # what other loaders draw, with workers or without, is drawn in the thread that reads
             reads_here = reads_here or not isinstance(self._source, IndexedSource)
             begun = begun._replace(pieces=one_by_one(begun, self._rule, self._in_turn, self.seed, reads_here))
         # Without the pieces, whose generator holds the dataset and the loader workers.
@@ -243,9 +243,8 @@ class ParallelLoader:
         pipeline, lane = self._pipeline, self._pipeline.lanes[0]
         may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
         may_stay = may_stay and reads_here and is_as_in_a_new_thread()
-        must_stay = not self._prefetch or (
-            self.is_virtual and reads_here
-        )  # another thread would draw the loop's numbers
+        # With virtual ranks, another thread would draw the loop's random numbers.
+        must_stay = not self._prefetch or (self._rule.is_virtual and reads_here)
         if must_stay or may_stay:
             self._receivers = [Unthreaded(lane, begun.pieces, None if must_stay else pipeline.start).receive]
             return
@@ -317,11 +316,6 @@ class ParallelLoader:
     def seed(self) -> int:
         """What seeds the order."""
         return self._source.seed
-
-    @property
-    def is_virtual(self) -> bool:
-        """Whether it delivers the batches of virtual ranks."""
-        return self.num_virtual is not None
 
     @property
     def devices(self) -> list[str]:

@@ -164,10 +164,9 @@ def one_by_one(begun: Begun, rule: Rule, count: int, seed: int, reads_here: bool
         if pieces is None:
             return
         behind = pieces[-1].position
-        for place in range(count):
-            rank = rule.kept[0] + place * (rule.kept[1] - rule.kept[0] if len(rule.kept) > 1 else rule.count)
-            piece = pieces[place] if place < len(pieces) else _uncounted(pieces[0])
-            position = behind if place == count - 1 else before
+        several = [*zip(rule.kept, pieces, strict=True), (rule.count, _uncounted(pieces[0]))][:count]
+        for number, (rank, piece) in enumerate(several, 1):
+            position = behind if number == count else before
             yield [piece._replace(position=position, draw=Draw(*at, rank, rule.count))]
         before = behind
 

