@@ -41,11 +41,11 @@ test-engines: $(VENV)/.test $(VENV)/.engines
 
 # A process has one number of virtual devices. What depends on how many there are is the joint reduction, so that with
 # four and eight run the tests of collectives, and those of whole runs: so few that a third pytest would not pay.
-ON_MORE := tests/xla/test_xla_replicas.py tests/parallel/test_collectives.py tests/parallel/prepared/test_exactness.py
+ON_MORE := tests/xla/test_xla_replicas.py tests/training/test_collectives.py tests/training/prepared/test_exactness.py
 test-xla: $(XLA)/.test
 	CPU_NUM_DEVICES=2 $(ON_XLA) -m "any_family or xla"
 	CPU_NUM_DEVICES=4 $(ON_XLA) --numprocesses 2 -m "any_family or xla" -k "threads-4 or test_xla" $(ON_MORE) \
-	    tests/xla/test_xla_compilations.py tests/parallel/test_unequal_gathers.py tests/contract/test_communicator.py
+	    tests/xla/test_xla_compilations.py tests/training/test_unequal_gathers.py tests/contract/test_communicator.py
 	CPU_NUM_DEVICES=8 $(ON_XLA) --numprocesses 2 -m "any_family or xla" -k "threads-8 or test_xla" $(ON_MORE)
 
 # With what `pip install` gives users today: the newest torch of the index, and the newest of everything else.

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from unisono import current_world, optimizer_step, spawn
 from unisono.comm.operations import Call
 from unisono.comm.processes import ProcessCommunicator
-from unisono.parallel.agreement import check_replicas
-from unisono.parallel.stopping import should_stop
+from unisono.training.agreement import check_replicas
+from unisono.training.stopping import should_stop
 from unisono.world import World
 
 DEVICES = ("cpu",)

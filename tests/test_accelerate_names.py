@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import unisono.compat.accelerate as compat
 from unisono import Accelerator, DeviceLoader, Output, current_world
 from unisono.comm.threads import ThreadCommunicator
-from unisono.parallel.rank_view import split_between
+from unisono.training.rank_view import split_between
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, THREADS_3, PROCESSES_2, workers=True), ids=str)
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)

@@ -26,8 +26,8 @@ FLOORS = (
     "foreign_names strategies arguments terminal torch_private virtual_ranks",
     "deliveries backends comm",
     "world report",
-    "loaders parallel launch precision placement tracking",
-    "accelerator checkpoint engines functional progress progress_bars",
+    "loaders training launch precision placement tracking",
+    "accelerator checkpoint engines functional progress progress_bars threads",
     "cli compat simulation",
     "__main__",
 )
@@ -35,7 +35,6 @@ FLOOR = {"": 6} | {
     part: floor for floor, parts in enumerate(FLOORS) for part in parts.split()
 }  # "": the package's names
 STRANGERS = (1, 3)  # floors whose parts do not see one another
-SEEN_ALL_THE_SAME = {("unisono.parallel.data_parallel", "loaders")}
 
 DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|tpu|xla|xpu|npu|hpu)(:\d*)?")
 DEVICE_MODULES = ("cuda", "mps", "tpu", "xla", "xpu", "npu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is no family
@@ -43,7 +42,7 @@ MIRRORS = (
     "unisono.compat.torch_xla",
     "unisono.compat.accelerate",
 )  # have the modules, and read the variables, of others
-GROUP_DOORS = ("unisono.parallel.strategies.", "unisono.backends.accelerator")
+GROUP_DOORS = ("unisono.training.strategies.", "unisono.backends.accelerator")
 XLA_DOORS = ("unisono.backends.xla", "unisono.comm.xla")
 
 
@@ -135,8 +134,7 @@ def upward_imports(module: Module) -> list[str]:
         part = target.split(".")[1] if "." in target else ""
         if FLOOR[part] > floor:
             found.append(module.at(each.node, f"imports {target}, which is above it"))
-        is_unprepared = part != module.part and FLOOR[part] == floor and floor in STRANGERS
-        if is_unprepared and (module.name, part) not in SEEN_ALL_THE_SAME:
+        if part != module.part and FLOOR[part] == floor and floor in STRANGERS:
             found.append(module.at(each.node, f"imports {target}, which is a stranger on its own floor"))
     return found
 
@@ -307,7 +305,7 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
     "imports go down only": [
         ("unisono.tree", "from unisono.backends import get_backend"),
         ("unisono.comm.threads", "def f():\n    from unisono.world import World"),
-        ("unisono.parallel.optimizer", "from unisono.loaders.channel import Channel"),
+        ("unisono.training.optimizer", "from unisono.loaders.channel import Channel"),
         ("unisono.tree", "import_module('unisono.launch.spawn')"),
         ("unisono.tree", "if TYPE_CHECKING:\n    from unisono.world import World"),
         ("unisono.world", "from unisono import spawn"),
@@ -322,13 +320,13 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.world", "from torch import mps"),
     ],
     "only comm and launch name execution modes": [
-        ("unisono.parallel.optimizer", "from unisono.comm.threads import ThreadCommunicator"),
-        ("unisono.parallel.optimizer", "from unisono.comm import processes"),
+        ("unisono.training.optimizer", "from unisono.comm.threads import ThreadCommunicator"),
+        ("unisono.training.optimizer", "from unisono.comm import processes"),
     ],
     "only comm, launch and world know process groups": [
-        ("unisono.parallel.optimizer", "import torch.distributed as dist"),
-        ("unisono.parallel.optimizer", "from torch import distributed"),
-        ("unisono.parallel.optimizer", "torch.distributed.barrier()"),
+        ("unisono.training.optimizer", "import torch.distributed as dist"),
+        ("unisono.training.optimizer", "from torch import distributed"),
+        ("unisono.training.optimizer", "torch.distributed.barrier()"),
     ],
     "only launch, backends and world read the environment": [
         ("unisono.report.text", "os.environ.get('HOME')"),

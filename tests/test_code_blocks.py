@@ -30,8 +30,8 @@ from unisono import ParallelLoader, preemption
 from unisono.backends import OWN
 from unisono.cli.main import COMMANDS
 from unisono.loaders.sharding import Tail
-from unisono.parallel.strategies.strategy import STRATEGIES
 from unisono.tracking.libraries import LIBRARIES
+from unisono.training.strategies.strategy import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])

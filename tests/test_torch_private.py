@@ -185,10 +185,10 @@ except ImportError as error:
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("current_graph_task_id", "unisono.parallel.claims"),
+        ("current_graph_task_id", "unisono.training.claims"),
         pytest.param("default_store", "unisono.launch.script_group", marks=pytest.mark.slow),
-        pytest.param("CALL", "unisono.parallel.compilation", marks=pytest.mark.slow),
-        pytest.param("BUILD_PARAMETERS", "unisono.parallel.strategies.ddp", marks=pytest.mark.slow),
+        pytest.param("CALL", "unisono.training.compilation", marks=pytest.mark.slow),
+        pytest.param("BUILD_PARAMETERS", "unisono.training.strategies.ddp", marks=pytest.mark.slow),
     ],
     ids=["a function", "a function of a module", "a method", "a method overridden"],
 )

@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from unisono.loaders.parallel_loader import ParallelLoader as ParallelLoader
     from unisono.loaders.permutation import IndexedSampler as IndexedSampler
     from unisono.loaders.sources import SampleGenerator as SampleGenerator
-    from unisono.parallel.agreement import broadcast_parameters as broadcast_parameters
-    from unisono.parallel.agreement import check_replicas as check_replicas
-    from unisono.parallel.collectives import all_gather as all_gather
-    from unisono.parallel.collectives import all_gather_object as all_gather_object
-    from unisono.parallel.collectives import all_gather_samples as all_gather_samples
-    from unisono.parallel.collectives import all_reduce as all_reduce
-    from unisono.parallel.collectives import barrier as barrier
-    from unisono.parallel.collectives import broadcast as broadcast
-    from unisono.parallel.collectives import is_rank_zero as is_rank_zero
-    from unisono.parallel.collectives import local_rank as local_rank
-    from unisono.parallel.collectives import rank as rank
-    from unisono.parallel.collectives import world_size as world_size
-    from unisono.parallel.data_parallel import DataParallel as DataParallel
-    from unisono.parallel.data_parallel import ReplicaContext as ReplicaContext
-    from unisono.parallel.means import Accuracy as Accuracy
-    from unisono.parallel.means import Mean as Mean
-    from unisono.parallel.optimizer import backward as backward
-    from unisono.parallel.optimizer import optimizer_step as optimizer_step
-    from unisono.parallel.out_of_memory import find_executable_batch_size as find_executable_batch_size
-    from unisono.parallel.stopping import should_stop as should_stop
     from unisono.progress import tqdm as tqdm
     from unisono.report.phases import phase as phase
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
+    from unisono.threads.data_parallel import DataParallel as DataParallel
+    from unisono.threads.data_parallel import ReplicaContext as ReplicaContext
     from unisono.tracking.tracker import Tracker as Tracker
+    from unisono.training.agreement import broadcast_parameters as broadcast_parameters
+    from unisono.training.agreement import check_replicas as check_replicas
+    from unisono.training.collectives import all_gather as all_gather
+    from unisono.training.collectives import all_gather_object as all_gather_object
+    from unisono.training.collectives import all_gather_samples as all_gather_samples
+    from unisono.training.collectives import all_reduce as all_reduce
+    from unisono.training.collectives import barrier as barrier
+    from unisono.training.collectives import broadcast as broadcast
+    from unisono.training.collectives import is_rank_zero as is_rank_zero
+    from unisono.training.collectives import local_rank as local_rank
+    from unisono.training.collectives import rank as rank
+    from unisono.training.collectives import world_size as world_size
+    from unisono.training.means import Accuracy as Accuracy
+    from unisono.training.means import Mean as Mean
+    from unisono.training.optimizer import backward as backward
+    from unisono.training.optimizer import optimizer_step as optimizer_step
+    from unisono.training.out_of_memory import find_executable_batch_size as find_executable_batch_size
+    from unisono.training.stopping import should_stop as should_stop
     from unisono.world import World as World
     from unisono.world import current_world as current_world
     from unisono.world import use_world as use_world
@@ -77,9 +77,9 @@ _HOMES = {
     "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
     "unisono.loaders.permutation": ["IndexedSampler"],
     "unisono.loaders.sources": ["SampleGenerator"],
-    "unisono.parallel.means": ["Accuracy", "Mean"],
-    "unisono.parallel.agreement": ["broadcast_parameters", "check_replicas"],
-    "unisono.parallel.collectives": [
+    "unisono.training.means": ["Accuracy", "Mean"],
+    "unisono.training.agreement": ["broadcast_parameters", "check_replicas"],
+    "unisono.training.collectives": [
         "all_gather",
         "all_gather_object",
         "all_gather_samples",
@@ -91,10 +91,10 @@ _HOMES = {
         "rank",
         "world_size",
     ],
-    "unisono.parallel.data_parallel": ["DataParallel", "ReplicaContext"],
-    "unisono.parallel.optimizer": ["backward", "optimizer_step"],
-    "unisono.parallel.out_of_memory": ["find_executable_batch_size"],
-    "unisono.parallel.stopping": ["should_stop"],
+    "unisono.threads.data_parallel": ["DataParallel", "ReplicaContext"],
+    "unisono.training.optimizer": ["backward", "optimizer_step"],
+    "unisono.training.out_of_memory": ["find_executable_batch_size"],
+    "unisono.training.stopping": ["should_stop"],
     "unisono.progress": ["tqdm"],
     "unisono.report.phases": ["phase"],
     "unisono.report.summary": ["Report", "gather_report"],

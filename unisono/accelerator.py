@@ -27,11 +27,14 @@ from unisono.errors import NoWorldError
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
-from unisono.parallel.backward import Passes
-from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
-from unisono.parallel.optimizer import ByHand
-from unisono.parallel.prepared.builder import Builder
-from unisono.parallel.prepared.checks import (
+from unisono.protocols import ReduceOp
+from unisono.strategies import Choice
+from unisono.tracking.trackers import LogWith, Tracked, Trackers
+from unisono.training.backward import Passes
+from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
+from unisono.training.optimizer import ByHand
+from unisono.training.prepared.builder import Builder
+from unisono.training.prepared.checks import (
     AUTOCAST,
     check_accumulation,
     check_arguments,
@@ -40,19 +43,16 @@ from unisono.parallel.prepared.checks import (
     family_of,
     world_on,
 )
-from unisono.parallel.prepared.metrics import gather_rows
-from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.prepared_objects import PreparedObjects
-from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.scheduler import Unit
-from unisono.parallel.rank_view import RankView
-from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.sharded import is_distributed
-from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
-from unisono.parallel.strategies.strategy import options_of, strategy_class, strategy_in
-from unisono.protocols import ReduceOp
-from unisono.strategies import Choice
-from unisono.tracking.trackers import LogWith, Tracked, Trackers
+from unisono.training.prepared.metrics import gather_rows
+from unisono.training.prepared.model import PreparedModel
+from unisono.training.prepared.prepared_objects import PreparedObjects
+from unisono.training.prepared.scaler import LossScaler
+from unisono.training.prepared.scheduler import Unit
+from unisono.training.rank_view import RankView
+from unisono.training.steps import Steps
+from unisono.training.strategies.sharded import is_distributed
+from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
+from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.world import World, current_world
 
 

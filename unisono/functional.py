@@ -40,11 +40,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from unisono.comm.operations import Call, check_reduction, check_tensor
-from unisono.parallel.claims import Crossings
-from unisono.parallel.collectives import announce_structure, check_samples, gather_samples
 from unisono.protocols import Communicator
 from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
+from unisono.training.claims import Crossings
+from unisono.training.collectives import announce_structure, check_samples, gather_samples
 from unisono.tree import leaves
 from unisono.world import World, current_world
 

@@ -180,7 +180,7 @@ _EXPLICIT |= {"expand_as", "view_as", "reshape_as", "is_same_size", "result_type
 # Code that mixes deliberately: an optimizer's numbers, norms of parameters in several precisions, lengths in main
 # memory, statistics in full precision; and code between it and the operation.
 _LAYERS = [f"torch.nn.modules.{name}" for name in ("module", "rnn", "batchnorm", "instancenorm")]
-_KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.", "torch_xla.", "unisono.parallel.batch_norm", *_LAYERS)
+_KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.", "torch_xla.", "unisono.training.batch_norm", *_LAYERS)
 _BETWEEN = {__name__, "torch.overrides", torch.Tensor.backward.__module__, "torch.functional", "torch.nn.functional"}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from inspect import getdoc
 from pathlib import Path
 
-from unisono.parallel.rules import REQUEST, RULES, YES, ZERO, ByHand, Plain, Policy
+from unisono.training.rules import REQUEST, RULES, YES, ZERO, ByHand, Plain, Policy
 
 PAGE = Path(__file__).parent.parent / "exactness.md"
 

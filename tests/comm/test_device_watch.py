@@ -218,7 +218,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # which would hold the group, if it were imported behind it
 from torch.nn.parallel import DistributedDataParallel
 from unisono.comm.shutdown import free_reducers_before_groups
-from unisono.parallel.strategies.ddp import _Ordered
+from unisono.training.strategies.ddp import _Ordered
 
 signal.alarm(60)  # a hang holds the interpreter's lock
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -15,7 +15,7 @@ from unisono.comm.thread_start import start_threads
 from unisono.compat.torch_xla.core.steps import add_step_closure, mark_step
 from unisono.errors import UnisonoError
 from unisono.loaders.parallel_loader import DeviceLoader
-from unisono.parallel.data_parallel import DataParallel
+from unisono.threads.data_parallel import DataParallel
 
 PATIENCE_S = 20.0
 

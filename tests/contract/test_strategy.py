@@ -34,10 +34,10 @@ from twin import (
 from unisono import Accelerator, rank
 from unisono import accelerator as facade
 from unisono.errors import CollectiveMismatchError
-from unisono.parallel.strategies import ddp
-from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.strategy import STRATEGIES, Strategy, options_of
 from unisono.strategies import DiLoCo
+from unisono.training.strategies import ddp
+from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.strategy import STRATEGIES, Strategy, options_of
 
 AMONG_PROCESSES = [name for name in STRATEGIES if name != "spmd"]  # which is one process with all devices
 PLACES = [

@@ -15,8 +15,8 @@ from faults import SOON_S, Script, survivors, until
 
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
-from unisono.parallel.optimizer import backward, optimizer_step
-from unisono.parallel.stopping import should_stop
+from unisono.training.optimizer import backward, optimizer_step
+from unisono.training.stopping import should_stop
 from unisono.world import current_world
 
 SCRIPT = """

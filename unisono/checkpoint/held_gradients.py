@@ -18,14 +18,14 @@ import torch
 
 from unisono.deliveries import Batch, Loop
 from unisono.errors import CheckpointError
-from unisono.parallel.claims import Claim
-from unisono.parallel.gradients import is_sparse
-from unisono.parallel.machine import Step, Visit
-from unisono.parallel.rules import TAKEN
-from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import is_distributed
-from unisono.parallel.strategies.states import broadcast_entries, plain_name
+from unisono.training.claims import Claim
+from unisono.training.gradients import is_sparse
+from unisono.training.machine import Step, Visit
+from unisono.training.rules import TAKEN
+from unisono.training.steps import Steps
+from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.sharded import is_distributed
+from unisono.training.strategies.states import broadcast_entries, plain_name
 from unisono.world import World
 
 

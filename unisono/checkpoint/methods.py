@@ -27,13 +27,13 @@ from unisono.checkpoint.objects import kind_of, meet, user_module
 from unisono.checkpoint.saver import Loaded, Saver, agree_on
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
-from unisono.parallel.prepared.prepared_objects import PreparedObjects
-from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.stepper import Taken
-from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.states import model_state, on_host
 from unisono.timeline import SAVE
 from unisono.torch_private import STEP_WRAPPED
+from unisono.training.prepared.prepared_objects import PreparedObjects
+from unisono.training.prepared.scaler import LossScaler
+from unisono.training.prepared.stepper import Taken
+from unisono.training.steps import Steps
+from unisono.training.strategies.states import model_state, on_host
 from unisono.world import World
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """What a checkpoint stores of each object, and how that is restored: models, optimizers, loaders, anything with a
 state.
 
-A model's state, and an optimizer's, is in torch's plain form under every strategy (`parallel/strategies/states.py`).
+A model's state, and an optimizer's, is in torch's plain form under every strategy (`training/strategies/states.py`).
 Rank zero's is saved, except for loaders and random generators, of which each rank has its own.
 
 *Threads:* the rank's own. All ranks must call, with the same objects in the same order.
@@ -21,11 +21,11 @@ from unisono.errors import CheckpointMismatchError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.loaders.sources import is_stateful
-from unisono.parallel.prepared.metrics import is_metric
-from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.step_checks import engines_of
-from unisono.parallel.strategies.sharded import cut_of, is_distributed, is_first
-from unisono.parallel.strategies.states import (
+from unisono.training.prepared.metrics import is_metric
+from unisono.training.prepared.model import PreparedModel
+from unisono.training.prepared.step_checks import engines_of
+from unisono.training.strategies.sharded import cut_of, is_distributed, is_first
+from unisono.training.strategies.states import (
     by_parameter,
     groups_of,
     load_model_state,

@@ -47,9 +47,9 @@ from unisono.errors import CheckpointError, CheckpointMismatchError, NoCheckpoin
 from unisono.launch.process_group import suppress_greetings
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.outcome import Outcome, add_note_once
-from unisono.parallel.strategies.sharded import gather_aside, is_sharded
-from unisono.parallel.strategies.states import broadcast_entries
-from unisono.parallel.strategies.zero1 import is_divided
+from unisono.training.strategies.sharded import gather_aside, is_sharded
+from unisono.training.strategies.states import broadcast_entries
+from unisono.training.strategies.zero1 import is_divided
 from unisono.world import World
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from unisono.launch.hosts.endpoint import addresses_of, is_served, is_this_machi
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import memory_limit
-from unisono.parallel.collectives import all_reduce
 from unisono.protocols import Backend
+from unisono.training.collectives import all_reduce
 from unisono.world import current_world
 
 WORKERS_LIMIT_S = 120.0

@@ -1,6 +1,6 @@
 """Rows that a `collate_fn` has made: it may drop samples, or make several rows of one. A batch counts as many samples
 as it has rows; where other processes make other batches, their total is summed when a pass claims it
-(`parallel/claims.py`). Positions in the epoch count samples.
+(`training/claims.py`). Positions in the epoch count samples.
 """
 
 from __future__ import annotations

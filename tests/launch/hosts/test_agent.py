@@ -198,7 +198,7 @@ import os, sys
 from pathlib import Path
 import torch, unisono
 from faults import Line, stand_still
-from unisono.parallel.stopping import should_stop
+from unisono.training.stopping import should_stop
 should_stop()
 loader = torch.utils.data.DataLoader(range(10**9), num_workers=1)
 line = Line(Path(sys.argv[1]))

@@ -37,14 +37,14 @@ from unisono.compat.accelerate.utils.dataclasses import (
 )
 from unisono.compat.accelerate.utils.environment import parse_flag_from_env
 from unisono.compat.left_out import describe_left_out
-from unisono.parallel.collectives import all_gather_object
-from unisono.parallel.optimizer import prepared
-from unisono.parallel.prepared.checks import AUTOCAST
-from unisono.parallel.prepared.metrics import NoSuchBatchError
-from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.scheduler import Unit
 from unisono.tracking.tracker import Tracker, name_of
 from unisono.tracking.trackers import Trackers
+from unisono.training.collectives import all_gather_object
+from unisono.training.optimizer import prepared
+from unisono.training.prepared.checks import AUTOCAST
+from unisono.training.prepared.metrics import NoSuchBatchError
+from unisono.training.prepared.model import PreparedModel
+from unisono.training.prepared.scheduler import Unit
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)

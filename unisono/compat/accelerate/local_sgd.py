@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from unisono.accelerator import Accelerator
-from unisono.parallel.collectives import all_reduce
-from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.strategies.sharded import is_sharded
+from unisono.training.collectives import all_reduce
+from unisono.training.prepared.model import PreparedModel
+from unisono.training.strategies.sharded import is_sharded
 
 
 class LocalSGD:

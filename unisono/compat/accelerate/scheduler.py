@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unisono.compat.left_out import left_out
-from unisono.parallel.prepared.scheduler import PreparedScheduler
+from unisono.training.prepared.scheduler import PreparedScheduler
 
 __getattr__ = left_out(__name__)
 

@@ -20,7 +20,7 @@ from unisono.compat.accelerate.utils.dataclasses import DistributedType
 from unisono.compat.accelerate.utils.environment import parse_flag_from_env
 from unisono.compat.left_out import left_out, refuse
 from unisono.launch.hosts.join_world import join_world
-from unisono.parallel.rank_view import RankView, where
+from unisono.training.rank_view import RankView, where
 from unisono.world import World, current_world, solo_world
 
 __getattr__ = left_out(__name__)

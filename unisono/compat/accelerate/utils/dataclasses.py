@@ -113,7 +113,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_choice(self.comm_wrapper, "comm_wrapper", "no")
         hook: Any = None if self.comm_hook == "no" else str(self.comm_hook)
         if hook == "power_sgd":
-            from unisono.parallel.strategies.ddp import power_sgd  # which imports torch's DDP
+            from unisono.training.strategies.ddp import power_sgd  # which imports torch's DDP
 
             hook = power_sgd(**self.comm_state_option)
         return DDP(

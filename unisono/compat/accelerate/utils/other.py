@@ -35,12 +35,12 @@ from unisono.compat.left_out import left_out
 from unisono.errors import UnisonoError
 from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
-from unisono.parallel import collectives, out_of_memory
-from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
-from unisono.parallel.prepared.model import PreparedModel
 from unisono.progress import tqdm as bar_of_rank_zero
 from unisono.protocols import ReduceOp
 from unisono.randomness import seed_all
+from unisono.training import collectives, out_of_memory
+from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
+from unisono.training.prepared.model import PreparedModel
 from unisono.tree import leaves, tensors, tree_map
 from unisono.world import World
 

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_choice, check_type
 from unisono.compat.torch_xla.core.steps import mark_step
-from unisono.parallel import agreement, collectives
-from unisono.parallel import optimizer as steps
-from unisono.parallel.parameter_names import trained_parameters
 from unisono.protocols import ReduceOp
 from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
+from unisono.training import agreement, collectives
+from unisono.training import optimizer as steps
+from unisono.training.parameter_names import trained_parameters
 from unisono.world import World, current_world
 
 REDUCE_SUM, REDUCE_MUL, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR = "sum", "mul", "min", "max", "and", "or"

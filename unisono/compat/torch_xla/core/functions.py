@@ -14,7 +14,7 @@ from unisono.arguments import check_choice
 from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core import collectives
 from unisono.compat.torch_xla.core.collectives import Groups
-from unisono.parallel import batch_norm
+from unisono.training import batch_norm
 from unisono.world import current_world
 
 __getattr__ = left_out(__name__)

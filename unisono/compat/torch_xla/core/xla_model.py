@@ -26,9 +26,9 @@ from unisono.compat.torch_xla.core.devices import get_ordinal, is_master_ordinal
 from unisono.compat.torch_xla.core.steps import *
 from unisono.compat.torch_xla.core.steps import execute_recorded
 from unisono.errors import CollectiveMismatchError
-from unisono.parallel.collectives import all_gather_object
 from unisono.placement import copy_to
 from unisono.torch_private import STORAGE_ADDRESS
+from unisono.training.collectives import all_gather_object
 from unisono.tree import tree_map
 from unisono.world import current_world
 

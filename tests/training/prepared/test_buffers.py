@@ -1,0 +1,92 @@
+"""Buffers that a forward pass updates from its own data: rank zero's replace the others', and that is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, hearing
+from torch import nn
+from twin import loader_of, sgd
+
+from unisono import Accelerator, all_reduce
+
+EVERY = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+
+
+class Centred(nn.Module):
+    """Subtracts the running mean of its inputs."""
+
+    def __init__(self, is_reduced: bool) -> None:
+        super().__init__()
+        self.is_reduced = is_reduced
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        now = inputs.detach().mean(0)
+        self.mean.lerp_(all_reduce(now, "mean") if self.is_reduced else now, 0.5)
+        return inputs - self.mean
+
+
+def train(first: nn.Module, strategy: Any = "ddp", samples: int = 12) -> tuple[list[str], list[torch.Tensor]]:
+    """What is said in the steps (three), and the buffers after them."""
+    with hearing("unisono.training.agreement") as said:
+        accelerator = Accelerator(strategy=strategy)
+        network = nn.Sequential(first, nn.Linear(5, 2)).double()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(samples, 2))
+        for inputs, _, _ in loader:
+            accelerator.backward(network(inputs).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return said, [each.clone() for each in network.buffers()]
+
+
+@EVERY
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_buffer_that_differs_between_the_ranks_is_said_once(mode: Mode, strategy: str) -> None:
+    (said, (own,)), (_, (others,)) = mode.run(lambda: train(Centred(False), strategy))
+    about = {each for each in said if "the buffer '0.mean'" in each}  # threads share a logger
+    assert len(about) == len(said) == 1
+    assert "rank zero's replaces the others'; reduce what updates it (unisono.all_reduce)" in said[0]
+    torch.testing.assert_close(own, others, rtol=0, atol=0)
+
+
+class CentredLater(Centred):
+    """Agrees between the ranks in its first steps."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.is_reduced = self.calls < 5
+        return super().forward(inputs)
+
+
+def test_a_buffer_that_differs_later_is_said_too() -> None:
+    (said, _), _ = THREADS_2.run(lambda: train(CentredLater(True), samples=40))
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("make", [lambda: Centred(True), lambda: nn.BatchNorm1d(5)], ids=["reduced", "batch norm"])
+def test_nothing_is_said_where_the_ranks_agree_nor_of_batch_norm(mode: Mode, make: Any) -> None:
+    for said, _ in mode.run(lambda: train(make())):
+        assert not said
+
+
+@pytest.mark.parametrize(
+    ("mode", "samples", "options"), [(THREADS_2, 6, {}), (THREADS_2, 5, {"sync_batchnorm": True}), (SOLO, 3, {})]
+)
+def test_where_batch_norm_gets_one_sample_the_error_says_what_helps(mode: Mode, samples: int, options: Any) -> None:
+    def body() -> None:
+        accelerator = Accelerator(**options)
+        network = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(samples, 2))
+        for inputs, _, _ in loader:
+            accelerator.backward(network(inputs).pow(2).mean())
+            optimizer.step()
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as error:
+        mode.run(body)
+    assert any("sync_batchnorm=True" in note for note in error.value.__notes__)

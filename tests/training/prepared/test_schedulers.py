@@ -1,0 +1,364 @@
+"""Learning rates are those of one device, in the unit that the script says; or an error names the lengths."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting, hearing
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+from twin import loader_of, model, sgd
+
+from unisono import Accelerator
+
+INPUTS = torch.ones(1, 5).double()
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ResourceWarning)  # of what tests before have left, whenever it is collected
+        yield
+
+
+def prepared(make, **options):
+    accelerator, network = Accelerator(**options), model()
+    optimizer = sgd(network.parameters())
+    network, optimizer, scheduler = accelerator.prepare(network, optimizer, make(optimizer))
+
+    def step():
+        optimizer.zero_grad()
+        accelerator.backward(network(INPUTS).sum())
+        optimizer.step()
+
+    return step, optimizer, scheduler
+
+
+def test_a_plateau_is_seen_in_the_metric():
+    step, optimizer, scheduler = prepared(lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.5))
+    for metric in (1.0, 0.5, 0.5, 0.5):
+        step()
+        scheduler.step(metric)
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 4
+
+
+def test_in_a_loop_a_scheduler_step_without_an_optimizer_step_is_an_error():
+    accelerator, network = Accelerator(), model()
+    optimizer = sgd(network.parameters())
+    network, optimizer, loader, scheduler = accelerator.prepare(
+        network, optimizer, loader_of(4, 2), LambdaLR(optimizer, lambda step: 0.9**step)
+    )
+    for inputs, _, _ in loader:
+        accelerator.backward(network(inputs).sum())
+        optimizer.step()
+        scheduler.step()
+        with pytest.raises(RuntimeError, match="LambdaLR was stepped again without an optimizer step in between"):
+            scheduler.step()
+
+
+SAMPLES, BATCH, EPOCHS = 31, 2, 3
+BATCHES = 16  # of an epoch on one device; the last one has one sample
+
+
+def warmed_up(step, *, num_warmup_steps, num_training_steps):
+    """As transformers' schedules are made: a partial function under a LambdaLR."""
+    if step < num_warmup_steps:
+        return step / num_warmup_steps
+    return max(0.0, (num_training_steps - step) / (num_training_steps - num_warmup_steps))
+
+
+BUILT = {
+    "one cycle": lambda optimizer, total: OneCycleLR(optimizer, max_lr=0.3, total_steps=total),
+    "cosine": CosineAnnealingLR,
+    "linear": lambda optimizer, total: LinearLR(optimizer, 1.0, 0.0, total_iters=total),
+    "warm-up": lambda optimizer, total: LambdaLR(
+        optimizer, partial(warmed_up, num_warmup_steps=5, num_training_steps=total)
+    ),
+    "sequential": lambda optimizer, total: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)], milestones=[4]
+    ),
+}
+MARKED = [name if name in ("one cycle", "warm-up") else pytest.param(name, marks=pytest.mark.slow) for name in BUILT]
+MODES = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
+
+
+def rates_in(make, when="together", epochs=EPOCHS, every=1, **options):
+    """The rate after each step of a loop over the loader; `make` gets the optimizer and the loader as it is then."""
+    accelerator, network, loader = Accelerator(**options), model(), loader_of(SAMPLES, BATCH)
+    optimizer, rates, number = sgd(network.parameters()), [], 0
+    scheduler = make(optimizer, loader) if when == "together" else None
+    network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
+    if scheduler is None:
+        scheduler = accelerator.prepare(make(optimizer, loader))
+    for _ in range(epochs):
+        for inputs, _, _ in loader:
+            accelerator.backward(network(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            number += 1
+            if number % every == 0:
+                scheduler.step()
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def plain_rates(make, count):
+    """Of one device: the rate after so many calls of `scheduler.step()`, from 0 on."""
+    optimizer = sgd(model().parameters())
+    scheduler = make(optimizer)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(count):
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def ends_of_steps(ranks, accumulate=1):
+    """How many batches one device has used when so many ranks end each of their steps, in all epochs."""
+    size = ranks * accumulate
+    ends = [min(end, BATCHES) for end in range(size, BATCHES + size, size)]
+    return [epoch * BATCHES + end for epoch in range(EPOCHS) for end in ends]
+
+
+@pytest.mark.parametrize("unit", ["batch", "step"])
+@pytest.mark.parametrize("name", MARKED)
+@MODES
+def test_a_schedule_built_from_the_plain_or_the_prepared_length_is_exact(mode: Mode, name: str, unit: str) -> None:
+    def make(optimizer, loader):
+        return BUILT[name](optimizer, EPOCHS * len(loader))
+
+    found = mode.run(lambda: rates_in(make, "together" if unit == "batch" else "later", schedule_unit=unit))
+    steps = EPOCHS * (BATCHES if unit == "batch" else -(-BATCHES // mode.ranks))
+    plain = plain_rates(lambda optimizer: BUILT[name](optimizer, steps), steps)
+    expected = [plain[end] for end in ends_of_steps(mode.ranks)] if unit == "batch" else plain[1:]
+    assert found == [pytest.approx(expected, abs=1e-12)] * mode.ranks
+
+
+@pytest.mark.parametrize(("unit", "total"), [("batch", 48), ("device_step", 18), ("step", None)])
+@MODES
+def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: Mode, unit: str, total: int) -> None:
+    steps = EPOCHS * -(-BATCHES // (3 * mode.ranks))
+    total = total or steps
+    found = mode.run(
+        lambda: rates_in(
+            lambda optimizer, _: BUILT["cosine"](optimizer, total), gradient_accumulation_steps=3, schedule_unit=unit
+        )
+    )
+    plain = plain_rates(lambda optimizer: BUILT["cosine"](optimizer, total), total)
+    ends = ends_of_steps(mode.ranks, 3)
+    counted = {
+        "batch": ends,
+        "device_step": [end // BATCHES * 6 + -(-(end % BATCHES) // 3) for end in ends],  # 6 in an epoch
+        "step": range(1, steps + 1),
+    }
+    assert found == [pytest.approx([plain[place] for place in counted[unit]], abs=1e-12)] * mode.ranks
+
+
+@MODES
+def test_microbatches_that_a_script_counts_itself_are_one_step_of_a_device(mode: Mode) -> None:
+    def body() -> list[float]:
+        accelerator = Accelerator(schedule_unit="device_step")
+        network = model()
+        optimizer, loader = sgd(network.parameters()), loader_of(SAMPLES, BATCH)
+        scheduler = BUILT["cosine"](optimizer, EPOCHS * BATCHES // 2)
+        network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
+        rates = []
+        for _ in range(EPOCHS):
+            for number, (inputs, _, _) in enumerate(loader, 1):
+                accelerator.backward(network(inputs).sum() / 2)
+                if number % 2 == 0:
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    total = EPOCHS * BATCHES // 2
+    plain = plain_rates(lambda optimizer: BUILT["cosine"](optimizer, total), total)
+    expected = [plain[end // 2] for end in ends_of_steps(mode.ranks, 2)]
+    assert mode.run(body) == [pytest.approx(expected, abs=1e-12)] * mode.ranks
+
+
+UNKNOWN = {
+    "no length": (lambda optimizer, _: StepLR(optimizer, 5), {}),
+    "an epoch's batches, or twice its steps": (lambda optimizer, _: CosineAnnealingLR(optimizer, 16), {}),
+    "two units": (lambda optimizer, _: CosineAnnealingLR(optimizer, 48), {"gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
+def test_where_it_is_not_known_what_a_schedule_counts_the_error_names_the_lengths(mode: Mode, name: str) -> None:
+    make, options = UNKNOWN[name]
+
+    def body() -> str:
+        with pytest.raises(ValueError, match="an epoch has 16 batches of the loader as you wrote it") as error:
+            rates_in(make, **options)
+        return str(error.value)
+
+    steps = 4 if options else 8
+    for told in mode.run(body):
+        assert f"and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...)" in told
+
+
+CONSTANT = {
+    "lambda": lambda optimizer, _: LambdaLR(optimizer, lambda _: 0.5),
+    "partial of a lambda": lambda optimizer, _: LambdaLR(optimizer, partial(lambda _=None, factor=1: factor)),
+    "factor": lambda optimizer, _: ConstantLR(optimizer, factor=1.0, total_iters=3),
+    "gamma": lambda optimizer, _: MultiStepLR(optimizer, [2, 4], gamma=1.0),
+}
+NOT_CONSTANT = {
+    "a warm-up": lambda optimizer, _: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
+    "a comparison": lambda optimizer, _: LambdaLR(optimizer, lambda step: 1.0 if step != 6 else 0.5),
+    "a table": lambda optimizer, _: LambdaLR(optimizer, lambda step: {6: 0.5}.get(step, 1.0)),
+    "a truth": lambda optimizer, _: LambdaLR(optimizer, lambda step: 0.5 if step else 1.0),
+    "a list of functions": lambda optimizer, _: LambdaLR(optimizer, [lambda step: 0.9**step]),
+    "the end of a factor": lambda optimizer, _: ConstantLR(optimizer, factor=0.5, total_iters=3),
+    "rounds": lambda optimizer, _: CosineAnnealingLR(optimizer, 16),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+@MODES
+def test_a_constant_schedule_needs_no_unit(mode: Mode, options: dict[str, int], name: str) -> None:
+    for rates in mode.run(lambda: rates_in(CONSTANT[name], epochs=1, **options)):
+        assert len(set(rates)) == 1
+
+
+@pytest.mark.parametrize("name", NOT_CONSTANT)
+def test_a_schedule_that_is_constant_for_a_while_is_asked_for_its_unit_at_once(name: str) -> None:
+    with pytest.raises(ValueError, match="it is unknown what the"):
+        rates_in(NOT_CONSTANT[name], gradient_accumulation_steps=2)
+
+
+def test_on_one_device_it_is_asked_where_steps_accumulate():
+    with pytest.raises(ValueError, match=r"an epoch has 16 batches .* from 16, 'step' if from 6"):
+        rates_in(lambda optimizer, _: CosineAnnealingLR(optimizer, 48), gradient_accumulation_steps=3)
+
+
+@MODES
+def test_a_position_that_is_given_needs_no_unit(mode: Mode) -> None:
+    def body():
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
+        optimizer, rates = sgd(network.parameters()), []
+        network, optimizer, loader, scheduler = accelerator.prepare(
+            network, optimizer, loader_of(12, 1), CosineAnnealingWarmRestarts(optimizer, 2)
+        )
+        for epoch in range(2):
+            for number, (inputs, _, _) in enumerate(loader):
+                accelerator.backward(network(inputs).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step(epoch + number / len(loader))
+                rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    rounds = 12 // mode.ranks
+    positions = [epoch + number / rounds for epoch in range(2) for number in range(rounds)]
+    expected = [0.1 * (1 + math.cos(math.pi * each / 2)) / 2 for each in positions]
+    assert mode.run(body) == [pytest.approx(expected)] * mode.ranks
+
+
+@MODES
+def test_calls_at_every_few_batches_go_as_far_as_one_devices_do(mode: Mode) -> None:
+    found = mode.run(
+        lambda: rates_in(
+            lambda optimizer, _: LambdaLR(optimizer, lambda step: 0.9**step), every=2, schedule_unit="batch", epochs=1
+        )
+    )
+    calls = [number // 2 * mode.ranks for number in range(1, -(-BATCHES // mode.ranks) + 1)]
+    for rates in found:
+        assert rates[:-1] == pytest.approx([0.1 * 0.9**each for each in calls[:-1]])
+
+
+@pytest.mark.parametrize("place", ["beginning", "end"])
+@MODES
+def test_calls_between_loops_are_one_step_each_as_in_torch(mode: Mode, place: str) -> None:
+    warnings.filterwarnings("ignore", "Detected call of")  # torch's: the first comes before the first optimizer step
+
+    def body():
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
+        optimizer, rates = sgd(network.parameters()), []
+        network, optimizer, loader, scheduler = accelerator.prepare(
+            network, optimizer, loader_of(SAMPLES, BATCH), CosineAnnealingLR(optimizer, EPOCHS)
+        )
+        for _ in range(EPOCHS):
+            if place == "beginning":
+                scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            for inputs, _, _ in loader:
+                accelerator.backward(network(inputs).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if place == "end":
+                scheduler.step()
+        return rates
+
+    plain = plain_rates(lambda optimizer: CosineAnnealingLR(optimizer, EPOCHS), EPOCHS)
+    expected = plain[1:] if place == "beginning" else plain[:-1]
+    assert mode.run(body) == [pytest.approx(expected, abs=1e-12)] * mode.ranks
+
+
+@pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
+def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mode) -> None:
+    def body() -> str:
+        accelerator, network = Accelerator(), model()
+        optimizer = sgd(network.parameters())
+        network, optimizer, scheduler = accelerator.prepare(network, optimizer, ReduceLROnPlateau(optimizer))
+        network(INPUTS).sum().backward()
+        optimizer.step()
+        scheduler.step(1.0 + 1e-9 * accelerator.process_index)
+        with pytest.raises(ValueError, match="pass one value to all of them") as error:
+            scheduler.step(1.0 + accelerator.process_index)
+        return str(error.value)
+
+    for rank, told in enumerate(mode.run(body)):
+        assert f"ReduceLROnPlateau got {1 + rank} on rank {rank}, and 1 to {mode.ranks} on all ranks" in told
+
+
+@pytest.mark.parametrize("place", ["after each batch", "after the loop", "nowhere"])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"split_batches": True}], ids=str)
+@MODES
+def test_one_that_was_left_out_is_named_where_one_device_would_step_it_otherwise(mode, options, place) -> None:
+    def body() -> str:
+        accelerator, network = Accelerator(**options, schedule_unit="step"), model()
+        optimizer = sgd(network.parameters())
+        scheduler = StepLR(optimizer, 1)
+        network, optimizer, loader = accelerator.prepare(network, optimizer, loader_of(16, 2))
+        if place == "nowhere":
+            scheduler = accelerator.prepare(scheduler)
+        with hearing("unisono.training.prepared.scheduler") as said, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a scheduler that steps where its optimizer does not
+            for _ in range(2):
+                for inputs, targets, *_ in loader:
+                    accelerator.backward((network(inputs) - targets).pow(2).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if place != "after the loop":
+                        scheduler.step()
+                if place == "after the loop":
+                    scheduler.step()
+        return " ".join(said)
+
+    told = mode.run(body)[0]  # threads hear each other
+    is_wrong = place == "after each batch" and (mode.ranks > 1 or options) and not options.get("split_batches")
+    expected = "on every microbatch, 2 of" if "gradient_accumulation_steps" in options else "once in a step of"
+    assert told.count(f"a scheduler of the SGD was not prepared: it advances {expected}") == bool(is_wrong)

@@ -1,0 +1,430 @@
+"""The machine of a step against docs/exactness.md, written down once more from the page: random scripts of passes,
+requests, `zero_grad()`, blocks and loops, in which both decide alike. `python tests/training/test_machine.py 100000`
+plays as many; with `mutants`, it drops each rule and changes each condition in turn, and says which changes nobody
+notices.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unisono.training import machine as real
+from unisono.training import rules
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+
+import exactness
+
+RANKS = 4
+
+
+def claim(total: float) -> Any:
+    return SimpleNamespace(total=total, is_given=False, is_empty=False)
+
+
+class Loop:
+    """Of batches of one size, and a smaller last one."""
+
+    def __init__(self, length: int, size: int = 4, tail: int = 4) -> None:
+        self.length, self.number, self.is_open, self.size, self.tail = length, 0, True, size, tail
+
+
+class Batch:
+    def __init__(self, loop: Loop) -> None:
+        loop.number += 1
+        self.loop, self.number = loop, loop.number
+        self.total = loop.tail if self.is_last() else loop.size
+
+    def is_last(self) -> bool:
+        return self.number == self.loop.length
+
+
+class Optimizer:
+    """Of one model. `passed` is when the last pass through that has left gradients, in `step`."""
+
+    def __init__(self, held: real.Held) -> None:
+        self.held = held
+        self.step: object = None
+        self.asked = self.passed = 0
+        self.is_reduced = False
+
+
+class PageVisit:
+    def __init__(self, source: object, batch: Batch | None, time: int) -> None:
+        self.source, self.began, self.microbatch = source, time, time
+        self.loops = [batch.loop if batch else None]
+        self.total = float(batch.total) if batch else RANKS
+
+
+class Page:
+    """Sections 1 and 2 of docs/exactness.md."""
+
+    def __init__(self, k: float, parts: int = 0) -> None:
+        self.k, self.parts, self.now, self.asked_last = k, parts, 0, 0
+        self.state, self.visits = "collecting", list[PageVisit]()
+        self.stepped, self.steps = set[Optimizer](), 0
+        self.seen, self.seen_before = dict[Loop, int](), dict[Loop, int]()
+        self.block: object = None
+
+    def is_over(self, time: int, reached: list[Optimizer]) -> bool:
+        return all(each.asked >= time for each in reached)
+
+    def last(self) -> list[PageVisit]:
+        return [each for each in self.visits if each.microbatch == self.visits[-1].microbatch] if self.visits else []
+
+    def are_joint(self, visits: list[PageVisit]) -> bool:
+        microbatches = [each.microbatch for each in visits]
+        return len(set(microbatches)) < len(microbatches) or {each.loops[0] is None for each in visits} == {True, False}
+
+    def refuses(self, visit: PageVisit) -> bool:
+        """Section 4: microbatches that count the same have one size in each loop; those so far were not scaled."""
+        after = [*self.visits, visit]
+        sizes = {(each.loops[0], each.total) for each in after}
+        is_scaled = not self.are_joint(self.visits) and len({each.total for each in self.visits}) > 1
+        return (
+            self.are_joint(after)
+            and not self.parts
+            and (len(sizes) > len({each.loops[0] for each in after}) or is_scaled)
+        )
+
+    def weigh(self) -> list[float]:
+        """Of each visit, the weight of a gradient that is the mean over all samples of its microbatch."""
+        totals = [each.total for each in self.visits]
+        if self.k == 1 or self.parts:  # of the sum over the virtual ranks, whose factor is 1 / V
+            return [1.0 for _ in totals]
+        if self.are_joint(self.visits):
+            return [1 / len({each.microbatch for each in self.visits}) for _ in totals]
+        return [each / sum(totals) for each in totals]
+
+    def take_in(self, source: object, batch: Batch | None, reached: list[Optimizer]) -> None:
+        visit = next((each for each in reversed(self.visits) if each.source is source), None)
+        if visit is None or (source is not self.block and self.is_over(visit.began, reached)):
+            if self.state == "taken":
+                self.begin_step(self.steps + 1)
+            self.now += 1
+            visit = PageVisit(source, batch, self.now)
+            last = self.last()
+            joins = (
+                last
+                and self.block is None
+                and self.k != math.inf
+                and visit.loops[0] not in [each.loops[0] for each in last]
+            )
+            if joins and not self.is_over(last[0].microbatch, reached):
+                visit.microbatch = last[0].microbatch
+            if self.k > 1 and self.visits and self.refuses(visit):
+                return
+            self.visits.append(visit)
+        elif source is self.block:
+            visit.loops += [batch.loop if batch else None]
+        else:
+            return
+        is_new = batch is not None and batch.number > self.seen.get(batch.loop, 0)
+        ends = self.k != math.inf and not self.parts and batch is not None and is_new and batch.is_last()
+        if self.k == 1 or ends or len({each.microbatch for each in self.visits}) >= self.k:
+            self.state = "taken" if self.state == "taken" else "final"
+        if batch is not None:
+            self.seen[batch.loop] = max(batch.number, self.seen.get(batch.loop, 0))
+
+    def begin_step(self, number: int) -> None:
+        self.state, self.visits, self.stepped, self.steps = "collecting", [], set(), number
+        self.seen_before = dict(self.seen)
+
+    def request(self, optimizer: Optimizer) -> bool:
+        before = optimizer.asked
+        self.now += 1
+        optimizer.asked = self.asked_last = self.now
+        if self.k == 1 or self.state == "final":
+            return True
+        if self.state == "taken":
+            return optimizer not in self.stepped
+        loops = [loop for each in self.last() for loop in each.loops if loop is not None]
+        was_left = bool(loops) and not any(each.is_open for each in loops)
+        return was_left and all(before > each.began for each in self.last())
+
+    def take(self, optimizer: Optimizer) -> None:
+        self.now += 1
+        self.state = "taken"
+        self.stepped.add(optimizer)
+
+    def zeroes(self, optimizer: Optimizer, is_of_step: bool) -> bool:
+        if self.k == 1 or self.parts or optimizer in self.stepped or not is_of_step:
+            return True
+        is_final = optimizer.is_reduced and optimizer.passed >= self.visits[-1].microbatch
+        return is_final or optimizer.passed > self.asked_last
+
+    def give_up(self) -> None:
+        if self.state != "taken" and self.visits and not self.parts:
+            self.seen = dict(self.seen_before)
+            self.begin_step(self.steps)
+
+
+class Script:
+    """One random script; the machine, and the page beside it."""
+
+    def __init__(self, seed: int, module: Any = real) -> None:
+        self.draw, self.module = random.Random(seed), module
+        self.k = self.draw.choice([1, 2, 2, 3, math.inf])
+        self.tail = self.draw.choice([4, 4, 3])
+        self.parts = RANKS if self.k in (2, 3) and self.draw.random() < 0.3 else 0
+        self.machine, self.page = module.Machine(self.k, self.parts), Page(self.k, self.parts)
+        self.optimizers = [Optimizer(module.Held(self.machine)) for _ in range(2)]
+        self.loops: list[Loop | None] = [None, None]
+        self.batches: list[Batch] = []
+        self.block: Any = None
+        self.log: list[str] = []
+
+    def play(self) -> None:
+        events: list[tuple[int, Callable[[], str]]] = [
+            (30, self.draw_batch), (40, self.pass_on), (25, self.ask), (20, self.zero), (4, self.leave), (6, self.turn),
+        ]  # fmt: skip
+        weights, acts = zip(*events, strict=True)
+        for _ in range(self.draw.randint(5, 40)):
+            self.log.append(self.draw.choices(acts, weights)[0]())
+            step, page = self.machine.step, self.page
+            self.same(step.state, page.state)
+            self.same(step.count, len({each.microbatch for each in page.visits}))
+            self.same(self.machine.begins_step(), page.state == "taken" or not page.visits)
+            for each in self.optimizers:
+                self.same(each.held.is_current, each.step is step)
+                self.same(each.held.reduced_by is not None, each.is_reduced)
+                self.same(each.held.is_unreduced, each.step is not None and not each.is_reduced)
+            factor = step.factor(RANKS) * RANKS  # the sum over the ranks of their parts
+            for visit, weight in zip(step.visits, page.weigh(), strict=True):
+                self.same(round(step.scale(visit) * factor, 9), round(weight, 9))
+            if page.visits or page.state == "taken" or self.k == 1:
+                self.machine.origin = None
+                expected = self.k == 1 or page.state != "collecting"
+                is_counted = self.block is None or any(each.source is self.page.block for each in page.visits)
+                if is_counted:
+                    self.same(self.machine.is_boundary(), expected)
+
+    def same(self, found: object, expected: object) -> None:
+        assert found == expected, (
+            f"k={self.k}: {found} where the page has {expected}, after {'; '.join(self.log[-14:])}"
+        )
+
+    def draw_batch(self) -> str:
+        place = self.draw.randrange(2)
+        loop = self.loops[place] = self.loops[place] or Loop(self.draw.randint(1, 5), tail=self.tail)
+        if loop.number == loop.length:
+            loop.is_open, self.loops[place] = False, None
+            return f"end {place}"
+        self.batches.append(Batch(loop))
+        return f"draw {place}"
+
+    def leave(self) -> str:
+        place = self.draw.randrange(2)
+        loop, self.loops[place] = self.loops[place], None
+        if loop is not None:
+            loop.is_open = False
+        return f"leave {place}"
+
+    def turn(self) -> str:
+        """Into a block, or out of it."""
+        if self.block is None:
+            self.block = self.machine.in_block()
+            self.block.__enter__()
+            self.page.block = self.machine.block
+            return "block"
+        self.block.__exit__(None, None, None)
+        self.block = self.page.block = None
+        return "end of block"
+
+    def pass_on(self) -> str:
+        batch = self.draw.choice([*self.batches[-3:], None])
+        reached = self.optimizers if self.draw.random() < 0.5 else [self.draw.choice(self.optimizers)]
+        source = self.machine.block or batch or self.module.ELSEWHERE
+        self.page.take_in(source, batch, reached)
+        machine = self.machine
+        step, known = machine.find_visit(source, lambda: reached)
+        if known is None:
+            visit = machine.begin_visit(source, batch, claim(RANKS if batch is None else batch.total))
+            if step.visits:
+                machine.join_microbatch(visit, step, lambda: reached)
+                if self.k > 1 and step.misfit(visit):
+                    return "pass refused"
+            machine.add_visit(step, visit)
+        else:
+            machine.continue_visit(known, batch)
+        is_final = self.page.state != "collecting" and self.draw.random() < 0.8  # else, as in no_sync()
+        for each in reached:
+            each.step, each.passed, each.is_reduced = machine.step, self.page.now, is_final
+            each.held.note_pass()
+            if is_final:
+                each.held.note_reduction(1.0)
+        return f"pass {'-' if batch is None else batch.number} to {len(reached)}"
+
+    def ask(self) -> str:
+        optimizer = self.draw.choice(self.optimizers)
+        expected = self.page.request(optimizer)
+        is_taken = self.machine.request(optimizer)
+        self.same(is_taken, expected)
+        if is_taken:
+            self.page.take(optimizer)
+            self.machine.take_step(optimizer)
+        self.same(self.machine.has_stepped(optimizer), optimizer in self.page.stepped)
+        return f"step {self.optimizers.index(optimizer)}: {is_taken}"
+
+    def zero(self) -> str:
+        optimizer = self.draw.choice(self.optimizers)
+        may = self.machine.zeroes(optimizer, [optimizer.held])
+        self.same(may, self.page.zeroes(optimizer, optimizer.step is self.machine.step))
+        if may:
+            optimizer.step, optimizer.is_reduced = None, False
+            optimizer.held.note_zeros()
+            if not any(each.step is self.machine.step for each in self.optimizers):
+                self.machine.drop_step()
+                self.page.give_up()
+        return f"zero {self.optimizers.index(optimizer)}: {may}"
+
+
+def play(seeds: range, module: Any = real) -> None:
+    for seed in seeds:
+        Script(seed, module).play()
+
+
+def test_the_machine_decides_as_the_page_says_in_random_scripts() -> None:
+    play(range(2000))
+
+
+def test_the_machine_knows_no_tensor_and_no_rank() -> None:
+    for module in (real, rules):
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        found = [each.module for each in tree.body if isinstance(each, ast.ImportFrom)]
+        found += [name.name for each in tree.body if isinstance(each, ast.Import) for name in each.names]
+        known = {*sys.stdlib_module_names, rules.__name__}
+        assert known.issuperset(each if each == rules.__name__ else str(each).partition(".")[0] for each in found)
+
+
+def test_the_page_shows_the_rules_by_which_the_machine_decides() -> None:
+    page = exactness.PAGE.read_text()
+    assert exactness.fill(page) == page, "run `python docs/generate/exactness.py`"
+
+
+# Each changes one condition of the machine; not those that only save time.
+MUTANTS = [
+    ("source is not self.block and self._is_over", "self._is_over"),
+    ("known is not None and source is not self.block", "source is not self.block"),
+    ("if known.source is self.block:", "if known.source is not self.block:"),
+    ("if batch is not None and batch.loop not in known.loops:", "if False:"),
+    ("joins = self.block is None and", "joins ="),
+    ("and all(each.loop is not visit.loop for each in current)", ""),
+    ("and all(each.loop is not visit.loop for each in current)", "and current[0].loop is not visit.loop"),
+    ("if joins and not self._is_over(current[0].microbatch, optimizers):", "if joins:"),
+    ("if joins and not self._is_over(current[0].microbatch, optimizers):",
+     "if joins and not self._is_over(current[-1].began, optimizers):"),
+    ("self._visited[batch.loop] = max(batch.number, known)", "self._visited[batch.loop] = batch.number"),
+    ("step.visited.setdefault(batch.loop, known)", "step.visited[batch.loop] = known"),
+    ("return all(self._requests_of(each).at", "return any(self._requests_of(each).at"),
+    ("batch.number > self._visited.get(batch.loop, 0) and batch.is_last()", "batch.is_last()"),
+    ("batch.number > self._visited.get(batch.loop, 0) and batch.is_last()",
+     "batch.number >= self._visited.get(batch.loop, 0) and batch.is_last()"),
+    ("(step.state, ZEROED) in step.policy.sure and", ""),
+    ("self._visited.update(step.visited)", "pass"),
+    ("for each in held if each.step is step", "for each in held"),
+    ("return step.state != COLLECTING", "return step.state == FINAL"),
+    ("return self.step.state == TAKEN or not self.step.visits", "return not self.step.visits"),
+    ("if not self.policy.is_mean or self.policy.parts or self.is_joint:", "if self.policy.parts or self.is_joint:"),
+    ("if not self.policy.is_mean or self.policy.parts or self.is_joint:",
+     "if not self.policy.is_mean or self.policy.parts:"),
+    ("if not self.policy.is_mean or self.policy.parts or self.is_joint:",
+     "if not self.policy.is_mean or self.is_joint:"),
+    ("if not self.policy.is_mean or self.policy.parts:", "if not self.policy.is_mean:"),
+    ("in step.policy.sure or step.policy.parts:", "in step.policy.sure:"),
+    ("and step.visits and not step.policy.parts:", "and step.visits:"),
+    ("if self.policy.parts or not _are_joint(visits):", "if not _are_joint(visits):"),
+    ("return 1 / (ranks * self.count)", "return 1 / (ranks * len(self.visits))"),
+    ("if each.claim.total != first or was_scaled:", "if was_scaled:"),
+    ("if each.claim.total != first or was_scaled:", "if each.claim.total != first:"),
+    ("len(microbatches) < len(visits) or", ""),
+    ("return len(microbatches) < len(visits) or len(are_dealt) > 1", "return len(microbatches) < len(visits)"),
+    ("self.reduced_by = self._machine.step, self._machine.now, None",
+     "self.reduced_by = self._machine.step, 0, None"),
+    ("self.step = self.reduced_by = None", "self.step = None"),
+]  # fmt: skip
+OF_RULES = [
+    ("step.count + more >= self.every", "step.count + more > self.every"),
+    ("or (not self.parts and machine.ends_loop(batch))", ""),
+    ("or (not self.parts and machine.ends_loop(batch))", "or machine.ends_loop(batch)"),
+    ("return bool(loops) and not any", "return not any"),
+    ("not any(each.is_open for each in loops)", "not all(each.is_open for each in loops)"),
+    ("and all(before > each.began for each in last)", ""),
+    ("all(before > each.began for each in last)", "any(before > each.began for each in last)"),
+    ("return not machine.has_stepped(optimizer)", "return True"),
+    ("any(each.at > machine.requested for each in held)", "bool(held)"),
+    ("each.at > machine.requested for each in held", "each.at >= machine.requested for each in held"),
+    ("each.at >= since and", ""),
+    ("since = machine.step.visits[-1].microbatch", "since = machine.step.visits[-1].began"),
+    ("each.at >= since and each.reduced_by is not None for", "each.at >= since for"),
+    ("was_left = is_of_another", "is_of_another"),
+    ("is_of_another = holds_nothing", "holds_nothing"),
+    ("is_of_another = holds_nothing", "is_of_another"),
+    ("completes = staticmethod(never)", "pass"),
+    ("is_counted = joins = False", "is_counted = False"),
+]
+
+
+def changed(module: Any, before: str, after: str) -> Any:
+    """The module with that change; the machine, with rules so changed."""
+    source = Path(str(module.__file__)).read_text()
+    assert source.count(before) == 1, f"{before!r} is {source.count(before)} times in {module.__name__}"
+    return build(module, source.replace(before, after))
+
+
+def build(module: Any, source: str) -> Any:
+    found = ModuleType("mutant")
+    exec(compile(source, "mutant", "exec"), vars(found))
+    return found if module is real else with_rules(found)
+
+
+def with_rules(found: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, rules.__name__, found)
+        return build(real, Path(str(real.__file__)).read_text())
+
+
+def without(rule: rules.Rule) -> Any:
+    source = Path(str(rules.__file__)).read_text()
+    before, rest = source.split("class Policy:")
+    kept = f"RULES = tuple(each for each in RULES if each != {tuple(rule)!r})"
+    return build(rules, f"{before}{kept}\n\n\nclass Policy:{rest}")
+
+
+def mutants() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for rule in rules.RULES:
+        yield f"without {rule}", partial(without, rule)
+    for module, changes in ((real, MUTANTS), (rules, OF_RULES)):
+        for before, after in changes:
+            yield f"{before!r} -> {after!r}", partial(changed, module, before, after)
+
+
+def survivors(seeds: range) -> Iterator[str]:
+    for name, make in mutants():
+        module = make()
+        try:
+            play(seeds, module)
+        except Exception:
+            continue
+        yield name
+
+
+def test_each_rule_and_each_condition_is_needed() -> None:
+    assert not list(survivors(range(3000)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "mutants":
+        print(*(f"survives: {each}" for each in survivors(range(3_000))), sep="\n")
+    else:
+        play(range(int(sys.argv[1])))

@@ -1,0 +1,177 @@
+"""Means over the samples of all ranks, for what a loop prints: a loss, an accuracy.
+
+Each sample counts once: the rows that only repeat others, in a split tail, are left out. torchmetrics has all other
+metrics; `Accelerator.prepare` makes them do the same.
+
+*Threads:* an object belongs to one rank's loop.
+"""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+
+from unisono.arguments import check_type
+from unisono.comm.operations import HOST
+from unisono.timeline import REDUCE
+from unisono.training.collectives import num_rows
+from unisono.world import World, current_world
+
+_HELD = 1000
+
+
+class Mean:
+    """The mean of a value over the samples of all ranks, each counted once.
+
+        loss_mean = accelerator.prepare(Mean())
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss_mean.update(loss, y)
+        accelerator.print(loss_mean.compute())  # every rank calls it
+
+    A prepared one is saved in the Accelerator's checkpoints: an epoch that is resumed, on any number of ranks, gets the
+    mean of all of its samples.
+
+    Args:
+        world: the ranks; None uses the current world. `Accelerator.prepare` sets the Accelerator's.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world or current_world()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all samples, as before a new epoch."""
+        self._total, self._count = 0.0, 0
+        self._sums: list[torch.Tensor] = []  # of batches, on their device: not added to the total yet
+
+    def update(self, values: torch.Tensor | float, of: Any) -> None:
+        """Add this rank's samples of a batch. Waits for no other rank, and only every thousandth time for the device.
+
+        Args:
+            values: the mean over the samples of the rank's batch, as of a loss: a number, or a tensor of one element;
+                or one value for each row of the batch, shape (rows,).
+            of: the batch that it is of, or tensors of it, such as its labels, as the loader has delivered them: they
+                identify the rows that count. Or the number of samples, at the front, that count.
+
+        Raises:
+            TypeError: an argument is of another type.
+            ValueError: the tensors are of no batch that a loader has delivered, or of several that count differently;
+                or the values are as many as neither 1 nor the batch's rows.
+        """
+        if not isinstance(values, torch.Tensor | Real):
+            raise TypeError(f"values={values!r} is of type {type(values).__name__}; pass a number or a tensor")
+        rows, samples = _count_rows(of, self.world)
+        self.world.state.deliveries.evaluations.num_met += 1
+        found = torch.as_tensor(values).detach()
+        if found.numel() != 1 and (found.ndim != 1 or len(found) != rows):
+            raise ValueError(
+                f"values of shape {tuple(found.shape)} for a batch of {rows} rows; pass the mean over its samples, or "
+                f"one value for each row, of shape ({rows},)"
+            )
+        if not samples:
+            return  # also for a loss that is NaN, since nothing counts
+        found = found.float().reshape(-1)  # not every device has float64
+        self._sums.append(found[0] * samples if len(found) == 1 else found[:samples].sum())
+        self._count += samples
+        if len(self._sums) == _HELD:
+            self._add_up()
+
+    def compute(self) -> float:
+        """Return the mean over the samples of all ranks. A collective.
+
+        Raises:
+            ValueError: on all ranks, if no rank has added a sample.
+        """
+        with self.world.state.deliveries.evaluations.aside():  # `update` tells which loop it is for
+            total, count = self._reduce()
+        if not count:
+            raise ValueError(f"the {type(self).__name__} holds no sample; call update(values, batch) in a loop first")
+        return total / count
+
+    def state_dict(self) -> dict[str, float]:
+        """The sum and the number of samples of all ranks. A collective."""
+        total, count = self._reduce()
+        return {"sum": total, "count": count}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a `state_dict()`, on any number of ranks; each of them calls it."""
+        self.reset()
+        if self.world.rank == 0:
+            self._total, self._count = state["sum"], int(state["count"])
+
+    def _add_up(self) -> None:
+        """Add the sums of batches to the total: in float64, which float32 would round more with each batch."""
+        if self._sums:
+            self._total += torch.stack(self._sums).to(HOST).double().sum().item()
+            self._sums.clear()
+
+    def _reduce(self) -> tuple[float, int]:
+        self._add_up()
+        sums = torch.tensor([self._total, self._count], dtype=torch.float64, device=HOST)
+        with self.world.timeline.loop().span(REDUCE):
+            total, count = self.world.comm.all_reduce(sums).tolist()
+        return total, int(count)
+
+
+class Accuracy(Mean):
+    """The share of the samples of all ranks that are classified right, each counted once, 0 to 1.
+
+    Used as `Mean`, with `update(scores, labels)`.
+    """
+
+    def update(self, values: torch.Tensor, of: torch.Tensor) -> None:  # type: ignore[override]
+        """Add this rank's samples of a batch.
+
+        Args:
+            values: a score for each class, shape (rows, classes), the largest of which is the prediction; or the
+                predicted class, integers of shape (rows,).
+            of: the labels as the loader has delivered them, integers of shape (rows,).
+
+        Raises:
+            TypeError: an argument is no tensor.
+            ValueError: the shapes are others, or the labels are of no batch that a loader has delivered.
+        """
+        for name, each in (("values", values), ("of", of)):
+            check_type(each, name, "pass a tensor", torch.Tensor)
+        if values.ndim not in (1, 2) or values.shape[:1] != of.shape:
+            raise ValueError(
+                f"scores of shape {tuple(values.shape)} for labels of shape {tuple(of.shape)}; pass (rows, classes) or "
+                "predictions (rows,), and labels (rows,)"
+            )
+        if values.shape[1:] == (1,) or (values.ndim == 1 and values.is_floating_point()):
+            raise ValueError(
+                f"values={values.dtype} of shape {tuple(values.shape)} are no scores of several classes, nor predicted "
+                "classes; of two classes with one score, pass integers of shape (rows,), as (scores > 0).long()"
+            )
+        predicted = values.argmax(dim=1) if values.ndim == 2 else values
+        super().update(predicted == of, of)
+
+
+def _count_rows(of: Any, world: World) -> tuple[int, int]:
+    """The rows of a batch, and how many of them, at the front, are samples that count."""
+    if isinstance(of, int) and not isinstance(of, bool):
+        if of < 0:
+            raise ValueError(f"of={of} is no number of samples; pass 0 or more, or tensors of the batch")
+        return of, of
+    try:
+        rows = num_rows(of)
+    except TypeError:
+        raise TypeError(
+            f"of={of!r} is neither tensors of the batch, with a row for each sample, nor a number of samples"
+        ) from None
+    deliveries = world.state.deliveries
+    found = deliveries.find_rows(of, rows)
+    samples = {batch.samples for batch in found}
+    if not samples and deliveries.recent():
+        raise ValueError(
+            f"of= holds {rows} rows that are no batch's of a loader of this package; prepare(loader), and pass the "
+            "batch, or its labels, as it came, or the number of samples that count, loader.valid_samples"
+        )
+    if len(samples) > 1:
+        raise ValueError("of= holds tensors of several batches that count differently; pass those of one")
+    for batch in found:
+        batch.note_metric()
+    return rows, samples.pop() if samples else rows

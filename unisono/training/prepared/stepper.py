@@ -1,0 +1,422 @@
+"""`step` and `zero_grad` of a prepared optimizer. A step reduces the gradients that backward passes have not reduced,
+then unscales, checks and clips them, and calls the optimizer's own step.
+
+The optimizer stays the same object, so that objects that hold it, such as a scheduler, use the new methods.
+
+Invariants:
+1. While microbatches accumulate, `step` and `zero_grad` do nothing.
+2. Either all ranks skip a step, or none does: the decision depends only on reduced gradients, and on numbers that are
+   equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from operator import methodcaller
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from unisono.comm.selection import raise_translated
+from unisono.deliveries import Loop
+from unisono.timeline import REDUCE, STEP
+from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
+from unisono.training import optimizer as by_hand
+from unisono.training.backward import Passes
+from unisono.training.finiteness import GRADIENT, Finiteness, small_gradient
+from unisono.training.gradients import check_presence
+from unisono.training.parameter_names import has_gradient, parameters_of, trained_parameters
+from unisono.training.prepared.scaler import LossScaler
+from unisono.training.rules import TAKEN
+from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.sharded import clip_grad_norm, holds_any
+from unisono.world import World
+
+logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
+
+steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
+"""Those of this process, of all ranks that are its threads."""
+
+stepping: set[int] = set()
+"""The ids of the optimizers whose steps run, by their steppers."""
+
+
+def alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
+    """The live keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
+    return [each for reference in table.keyrefs() if (each := reference()) is not None]
+
+
+class Taken(NamedTuple):
+    """The progress of an optimizer.
+
+    Attributes:
+        steps: the number of steps taken.
+        batches: the number of batches of the user's loaders that these steps consumed.
+        device_steps: the number of steps that one device would have taken.
+    """
+
+    steps: int = 0
+    batches: int = 0
+    device_steps: int = 0
+
+    def since(self, before: Taken, unit: str) -> int:
+        """The number of units by which one call advances: the rounded mean per optimizer step since `before`, or 1.
+
+        A script that calls its scheduler every n optimizer steps does so on one device, too. There the same batches
+        make more steps, and so more calls, all of which one call here replaces.
+        """
+        counted = {
+            "batch": self.batches - before.batches,
+            "device_step": self.device_steps - before.device_steps,
+        }
+        steps = self.steps - before.steps
+        return round(counted.get(unit, steps) / steps) if steps else 1
+
+
+_taken = partial(tuple.__new__, Taken)  # without a Python call, in each step
+
+
+class Stepper:
+    """The steps of one prepared optimizer, whose `step` and `zero_grad` are replaced by those of this object.
+
+    Attributes:
+        num_asked: the number of calls of `step`.
+        checks: functions of the schedulers that follow it, called before each step that is taken.
+        taken: the steps taken, without the calls that did not step: between microbatches, and after an overflow.
+        find_engines: looks for the prepared models that have some of its parameters; set by `PreparedObjects`.
+        was_skipped: whether the last due step was skipped, after an overflow or because no sample counted.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        world: World,
+        passes: Passes,
+        max_grad_norm: float | None = None,
+        scaler: LossScaler | None = None,
+        step: Callable[..., Any] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.num_asked = 0
+        self.taken = Taken()
+        self.was_skipped = False
+        self.checks: list[Callable[[], None]] = []
+        self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
+        self.world = world
+        self._passes, self._steps = passes, passes.steps
+        self._max_grad_norm = max_grad_norm
+        self._scaler = scaler
+        self._has_warned = False
+        self._num_groups = len(optimizer.param_groups)
+        self.find_engines: Callable[[Stepper], None] = lambda stepper: None
+        self._plain_step, self._plain_zero = step or optimizer.step, optimizer.zero_grad
+        # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
+        self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
+        step, zero = _methods(self)
+        if hasattr(optimizer.step, STEP_WRAPPED):  # a scheduler created earlier has marked it
+            setattr(step, STEP_WRAPPED, True)
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
+        self._hook: RemovableHandle | None = None
+        with suppress(AttributeError):  # a wrapper whose class does not call torch's `__init__` has no hooks
+            self._hook = optimizer.register_load_state_dict_pre_hook(self._note_load)
+        by_hand.prepared.add(optimizer)
+        steppers[self] = None
+
+    def trains(self, engine: Engine) -> bool:
+        """Whether the model is known to have some of the optimizer's parameters."""
+        return any(each is engine for each in self._engines)
+
+    def train(self, engine: Engine) -> None:
+        """Record that a model with some of the optimizer's parameters is prepared."""
+        self._engines.append(engine)
+        engine.trainer(self.optimizer).is_unprepared = False
+
+    def release(self) -> None:
+        """Restore the optimizer's own methods."""
+        # Methods of the class are not assigned as attributes: bound to the optimizer, they would keep it alive.
+        for name in ("step", "zero_grad"):
+            vars(self.optimizer).pop(name, None)
+        for name, own in self._own.items():
+            setattr(self.optimizer, name, own)
+        if self._hook is not None:
+            self._hook.remove()
+        by_hand.prepared.discard(self.optimizer)
+        self._engines.clear()
+
+    def _note_load(self, *_: Any) -> None:
+        for engine in self._engines:
+            engine.note_load()
+
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        """Run `optimizer.step` at the end of an accumulation; otherwise do nothing and return None."""
+        if id(self.optimizer) in stepping:  # called by the scaler, unless gradients have overflowed
+            self._count_step()
+            return self._plain_step(**arguments)
+        self.num_asked += 1
+        if len(self.optimizer.param_groups) != self._num_groups:  # perhaps parameters of another prepared model
+            self._num_groups = len(self.optimizer.param_groups)
+            self.find_engines(self)
+            self._check_added()
+        if current_graph_task_id() >= 0:
+            self._refuse_inside_backward()
+        if closure is not None:
+            self._check_closure()
+        if not self._steps.request(self.optimizer):
+            self._skip()
+            return None
+        track, before = self.world.timeline.loop(), self.taken.steps
+        self.was_skipped = False
+        try:
+            # Before anything is changed: a scheduler that was stepped by hand has made this step's learning rate wrong.
+            for check in self.checks[:]:  # one may be for the first steps only
+                check()
+            if closure is not None:
+                closure = self._reducing(closure)
+            elif self._steps.step.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
+                track.count("skipped steps")
+                self.was_skipped = True
+                return None
+            else:
+                self.reduce()
+            phase = track.switch(STEP)  # no `with`, which would cost four calls
+            try:
+                result = self._step(closure, arguments)
+                if self.world.backend.is_lazy:
+                    self.world.backend.mark_step(self.world.device)
+            finally:
+                track.switch(phase)
+        except RuntimeError as error:
+            raise_translated(error, self.world.comm)
+            raise
+        finally:  # zero_grad() is next, whether the step succeeded or failed
+            if self._scaler is not None:
+                self._scaler.let_go(self.optimizer)
+            for engine in self._engines:
+                engine.note_step(self.optimizer)
+        for engine in self._engines:
+            engine.after_step(self.optimizer)
+        track.counts["steps"] += 1
+        if self.world.timeline.at_step is not None:
+            self.world.timeline.at_step(track.counts["steps"])
+        self.was_skipped = self.taken.steps == before
+        return result
+
+    def _check_added(self) -> None:
+        """Refuse parameters that are trained on each rank alone, in a group that was added after `prepare`."""
+        known = {id(each) for engine in self._engines for each in engine.module.parameters()}
+        added = [each for each in parameters_of(self.optimizer) if id(each) not in known]
+        if added and (self.world.comm.size > 1 or self._steps.policy.is_mean):
+            raise ValueError(
+                f"a group was added to the {type(self.optimizer).__name__} with a parameter of shape "
+                f"{list(added[0].shape)} that belongs to no prepared model; before add_param_group(), call "
+                "accelerator.prepare(model) with its model, or accelerator.prepare(parameter) if it is of none"
+            )
+
+    def reduce(self) -> None:
+        """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.
+
+        Raises:
+            RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
+        """
+        is_mean = self._steps.step.policy.is_mean
+        for engine in () if self._steps.is_plain else self._engines:
+            if engine.before_load is not None:
+                engine.announce_load()
+            if is_mean and engine.gradients.is_changed():
+                self._refuse_assigned()
+            if engine.is_due(self.optimizer):
+                with self.world.timeline.loop().span(REDUCE):
+                    self._passes.reduce(engine, self.optimizer)
+            # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
+            elif not is_mean and engine.has_assigned(self.optimizer):
+                with self.world.timeline.loop().span(REDUCE):
+                    self._passes.reduce_assigned(engine)
+        if not has_gradient(self.optimizer):
+            check_presence(trained_parameters(self.optimizer))
+        # Once per step: clipping by the user may have unscaled them already.
+        if self._scaler is not None and self.optimizer not in self._scaler.unscaled:
+            if self._passes.went_past:
+                raise RuntimeError(
+                    "mixed_precision='fp16' scales the loss, and this step's gradients were made by loss.backward(); "
+                    "call accelerator.backward(loss) instead"
+                )
+            if any(engine.is_local for engine in self._engines):
+                self._scaler.share_overflow(self.optimizer, self.world)
+            self._scaler.unscale_(self.optimizer)
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Record that this package has changed the gradients, and not the user."""
+        for engine in self._engines:
+            engine.gradients.look_again()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
+        if id(self.optimizer) in stepping or not self._steps.step.policy.is_mean or self.may_zero():
+            self._plain_zero(set_to_none)
+            self.note_zeros()
+
+    def may_zero(self) -> bool:
+        """Whether gradients may be zeroed, as `Machine.zeroes` says."""
+        return self._steps.zeroes(self.optimizer, [each.gradients for each in self._engines])
+
+    def note_zeros(self) -> None:
+        """Record that the gradients are zero."""
+        # An optimizer that zeroes gradients within its own step, such as SAM, is still in that step.
+        if id(self.optimizer) not in stepping:
+            self._passes.note_zeros(list(filter(methodcaller("note_zeros", self.optimizer), self._engines)))
+            if self._scaler is not None:
+                self._scaler.let_go(self.optimizer)
+
+    def note_step_within(self) -> None:
+        """Record a step of another optimizer on its parameters, as of SAM's base optimizer: schedulers count it."""
+        self.num_asked += 1
+        self._count_step()
+
+    def is_stepping(self, engine: Engine) -> bool:
+        """Whether the optimizer's own step is running, on parameters of this model."""
+        return id(self.optimizer) in stepping and engine in self._engines
+
+    @property
+    def every(self) -> float:
+        """The number of microbatches in a step."""
+        return self._steps.step.policy.every
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether steps have several microbatches."""
+        return self._steps.policy.is_mean
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether steps are those of virtual ranks."""
+        return self._steps.virtual is not None
+
+    def loop_of_last_step(self) -> Loop | None:
+        """The loop over a loader in which the last step was taken, if it has not ended."""
+        batch = self._steps.step.last
+        return batch.loop if batch is not None and batch.loop.is_open else None
+
+    def _count_step(self) -> None:
+        steps, batches, device_steps = self.taken
+        dealt = self._steps.step.num_dealt()
+        device_steps += math.ceil(dealt / self._steps.step.per_device_step())
+        self.taken = _taken((steps + 1, batches + dealt, device_steps))
+
+    def _refuse_inside_backward(self) -> None:
+        """Refuse a step in a hook, where gradients are still those of one rank, or of a part of the step."""
+        if not self._steps.is_plain:
+            raise RuntimeError(
+                f"the {type(self.optimizer).__name__} was asked to step during a backward pass, as in a hook of a "
+                "parameter, where gradients are this rank's alone; step after the backward pass"
+            )
+
+    def _refuse_assigned(self) -> None:
+        if (virtual := self._steps.virtual) is not None:
+            raise RuntimeError(
+                f"virtual_ranks={virtual.count} add what backward passes leave, and the gradients that the "
+                f"{type(self.optimizer).__name__} finds were assigned or changed by hand before it was asked to step; "
+                "clip by accelerator.clip_grad_norm_ or clip_grad_value_, and change gradients in a hook of the "
+                "parameter (register_hook)"
+            )
+        raise RuntimeError(
+            f"gradient_accumulation_steps={self.every} counts backward passes, and the gradients that the "
+            f"{type(self.optimizer).__name__} finds were assigned or changed by hand, for example to those of "
+            "torch.autograd.grad; let accelerator.backward(loss) leave them in .grad, and accelerator.clip_grad_norm_ "
+            "clip them, or pass gradient_accumulation_steps=1 and step on each batch"
+        )
+
+    def _skip(self) -> None:
+        """A request that is not taken: check that it could be, some time."""
+        parameters = trained_parameters(self.optimizer)
+        if not self._steps.step.visits or self._steps.step.state == TAKEN:
+            check_presence(parameters)
+        is_new = not self._steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
+        if is_new or any(engine.gradients.is_changed() for engine in self._engines):
+            self._refuse_assigned()
+        for engine in self._engines:
+            engine.set_aside(self.optimizer)
+        if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "gradient_accumulation_steps=%d, and the batches come from no prepared loader, or no prepared model is "
+                "called: nothing says where a loop ends, so that what is left of it at its end is not stepped on; "
+                "prepare(loader), say model.mark_forward_method(name) if the loop calls a method of the model, or let "
+                "each batch's lines run in `with accelerator.accumulate():`",
+                self.every,
+            )
+
+    def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
+        stepping.add(id(self.optimizer))
+        setattr(self.optimizer, STEP_CALLED, True)  # for torch's schedulers
+        try:
+            if closure is not None:
+                arguments["closure"] = closure  # reduces and finishes the gradients in each of its calls
+            elif self._max_grad_norm is not None or not self.taken.steps:
+                self._finish()
+            if self._passes.went_past and self.world.rank == 0:  # no loss was seen
+                self._look()
+            if self._scaler is not None:
+                return self._scaler.step(self.optimizer, **arguments)
+            self._count_step()
+            return self._plain_step(**arguments)
+        finally:
+            stepping.discard(id(self.optimizer))
+
+    def _look(self) -> None:
+        """Look whether the gradients are finite."""
+        finiteness, trained = self.world.state.part(Finiteness), trained_parameters(self.optimizer)
+        if not finiteness.is_known and (gradient := small_gradient(trained)) is not None:
+            finiteness.look(gradient, GRADIENT, self._steps, lambda: trained)
+
+    def _finish(self) -> None:
+        """Clip the gradients, between the reduction and the step."""
+        if not self.taken.steps:
+            by_hand.warn_of_foreign_batches(self.world)
+        if self._max_grad_norm is not None:
+            clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
+
+    def _check_closure(self) -> None:
+        if self._scaler is not None:
+            raise RuntimeError("mixed_precision='fp16' and a closure cannot be combined; use mixed_precision='bf16'")
+        if (virtual := self._steps.virtual) is not None:
+            raise RuntimeError(
+                f"virtual_ranks={virtual.count} and a closure cannot be combined: it would compute the gradients of "
+                "the last batch of a round; pass no closure"
+            )
+        if self._steps.step.policy.is_mean:
+            raise RuntimeError(
+                f"gradient_accumulation_steps={self.every} and a closure cannot be combined: it would "
+                "compute only the last microbatch's gradients; pass gradient_accumulation_steps=1, and loop over the "
+                "microbatches in the closure"
+            )
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def reduce() -> float:
+            self.reduce()
+            self._finish()
+            return self._steps.fraction()
+
+        return by_hand.reducing(closure, reduce, self.world)
+
+
+def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Functions that become methods of the optimizer, since schedulers read `step.__func__`."""
+
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        return stepper.step(closure, **arguments)
+
+    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        stepper.zero_grad(set_to_none)
+
+    return step, zero_grad

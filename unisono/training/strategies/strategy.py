@@ -1,0 +1,224 @@
+"""Strategy: determines how gradients are reduced, and what each rank keeps of prepared models and optimizers.
+
+Those over torch's engines are modules of their names, imported on demand, that end with `strategy_class = ...`.
+tests/contract/test_strategy.py runs the same tests for each of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from unisono.arguments import check_choice, check_type
+from unisono.protocols import Backend
+from unisono.strategies import DDP, FSDP, SPMD, Choice, DiLoCo, ZeRO1
+from unisono.training.agreement import broadcast_parameters
+from unisono.training.meta_modules import check_fillable
+from unisono.training.steps import Steps
+from unisono.training.strategies.bare_parameter import BareParameter, ParameterEngine
+from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.sharded import loaded_class
+from unisono.world import World
+
+STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, DiLoCo, FSDP, SPMD, ZeRO1)}
+"""Options by strategy name."""
+
+given_up: WeakSet[Optimizer] = WeakSet()
+"""Optimizers of users whose state zero1 has divided among the ranks: they have none themselves."""
+
+
+class Strategy:
+    """Wraps models and optimizers so that all ranks train the same model.
+
+    This one reduces gradients in flat buckets after the backward pass: in a world of one, among threads, and on devices
+    that process groups do not support. The others are derived from it.
+
+    Attributes:
+        is_of_torch: whether it uses one of torch's engines, which need several processes; elsewhere the plain strategy
+            is used.
+        is_needed: whether no other strategy may replace it in a world of processes.
+        fills: whether `wrap_model` accepts a model on the device "meta".
+    """
+
+    name: ClassVar[str] = "flat"
+    is_of_torch: ClassVar[bool] = False
+    is_needed: ClassVar[bool] = False
+    fills: ClassVar[bool] = False
+
+    def __init__(self, world: World, steps: Steps, options: Any) -> None:
+        self.world, self.steps, self.options = world, steps, options
+
+    @classmethod
+    def check_world(cls, world: World) -> None:
+        """Refuse a world in which it cannot run. Raises ValueError."""
+
+    @classmethod
+    def enter(cls, backend: Backend, device: torch.device) -> None:
+        """Prepare a world of one, before the first work on the device. Raises ValueError if that is not supported."""
+
+    def check(self, each: nn.Module | Optimizer) -> None:
+        """Check that a model or an optimizer is supported, before anything is changed; else TypeError, ValueError."""
+        if isinstance(each, nn.Module):
+            _check_plain(each)
+            check_fillable(each)
+            if self.steps.parts > 1:
+                _check_norms(each)
+        elif each in given_up and not each.state:
+            raise ValueError(
+                f"strategy='zero1' has divided the state of this {type(each).__name__} among the ranks, so that "
+                "training would begin again without it; make a new optimizer, and load into it, after prepare(), what "
+                "accelerator.state_dict(optimizer) returned before free_memory()"
+            )
+
+    def wrap_model(self, module: nn.Module) -> Engine:
+        """Create the engine of the module; all ranks get rank zero's parameters. A collective."""
+        if self.world.world_size > 1:
+            broadcast_parameters(module, world=self.world)
+        return self.engine_of(module)
+
+    def engine_of(self, module: nn.Module) -> Engine:
+        """The engine of a module that is the same on all ranks."""
+        return Engine(module, self.world, self.steps, getattr(self.options, "broadcast_buffers", True))
+
+    def wrap_parameter(self, module: BareParameter) -> Engine:
+        """Create the engine of a bare parameter, which is whole on each rank, with rank zero's values. A collective."""
+        if self.world.world_size > 1:
+            broadcast_parameters(module, world=self.world)
+        return ParameterEngine(module, self.world, self.steps)
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer that replaces this one, usually itself."""
+        return optimizer
+
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """What steps for this optimizer, usually its own method."""
+        return optimizer.step
+
+
+def options_of(strategy: Any) -> Choice:
+    """The options of a strategy that is given by name or by options."""
+    if isinstance(strategy, Choice):
+        return strategy
+    kinds = ", ".join(each.__name__ for each in STRATEGIES.values())
+    check_type(strategy, "strategy", f"pass a name, or one of {kinds}", str)
+    check_choice(strategy, "strategy", *STRATEGIES)
+    return STRATEGIES[strategy]()
+
+
+def strategy_class(options: Choice) -> type[Strategy]:
+    """The class of the strategy with these options."""
+    if options.name == "spmd":
+        return SPMDStrategy
+    found: type[Strategy] = import_module(f"{__package__}.{options.name}").strategy_class
+    return found
+
+
+def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Choice) -> Strategy:
+    """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
+    found = (kind if world.takes_engines or not kind.is_of_torch else Strategy)(world, steps, options)
+    if steps.virtual is None:
+        return found
+    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found, steps.virtual)
+    return over_virtual
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse a model whose gradients or parameters another engine reduces or shards."""
+    fsdp = "torch.distributed.fsdp"
+    engines = loaded_class(fsdp, "FSDPModule"), loaded_class(fsdp, "FullyShardedDataParallel")
+    for name, part in model.named_modules():
+        if isinstance(part, (DistributedDataParallel, nn.DataParallel, engines)):
+            where = f"its part {name!r}" if name else "it"
+            raise ValueError(
+                f"the {type(model).__name__} cannot be prepared: {where} is wrapped or sharded already "
+                f"({type(part).__name__}), and so reduces gradients by itself, without the weights of the ranks; pass "
+                "the model inside it (its .module), or as it was before sharding, and prepare() does what that is for"
+            )
+
+
+def _check_norms(model: nn.Module) -> None:
+    """Refuse layers that change their parameters in a forward pass, in which each rank has other samples."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and part.weight.requires_grad:
+            raise ValueError(
+                f"the {type(model).__name__} cannot be prepared for several ranks: its layer {name!r} has "
+                f"max_norm={part.max_norm}, so a forward pass shortens the rows that it looks up, and these differ by "
+                "rank; make it without max_norm, and shorten all rows after optimizer.step(): with torch.no_grad(): "
+                f"weight.mul_(({part.max_norm} / weight.norm({part.norm_type:g}, 1, True)).clamp(max=1))"
+            )
+
+
+# Optimizers of torch.optim that combine all parameters, or the elements of each; and those that use operations which
+# torch lacks for DTensors, or gradients which shards do not have.
+_OVER_ALL = {torch.optim.LBFGS}
+_OVER_EACH = {torch.optim.Adafactor, torch.optim.Muon}
+_NOT_SHARDED = {torch.optim.Rprop, torch.optim.SparseAdam}
+_FUSED = {torch.optim.Adam, torch.optim.AdamW}  # their fused steps support DTensors
+
+
+def check_elementwise(optimizer: Optimizer, options: ZeRO1 | FSDP, takes_whole: bool) -> None:
+    """Check that the optimizer can step separately for what the strategy divides: whole parameters, or their elements.
+
+    Raises:
+        TypeError: its steps may depend on elements of other ranks, or cannot update DTensors.
+    """
+    kind, name, strategy = kind_of(optimizer), type(optimizer).__name__, options.name
+    cut = "parameters" if takes_whole else "each parameter"
+    if kind in (_OVER_ALL if takes_whole else _OVER_ALL | _OVER_EACH):
+        what = "all parameters as one vector" if kind in _OVER_ALL else "each parameter as a whole"
+        raise TypeError(
+            f"strategy={strategy!r} divides {cut} by ranks, and {name} takes {what}; use strategy='ddp', or an "
+            "optimizer that treats each element separately"
+        )
+    is_fused = kind not in _FUSED and any(group.get("fused") for group in optimizer.param_groups)
+    if not takes_whole and (kind in _NOT_SHARDED or is_fused):
+        raise TypeError(
+            f"strategy={strategy!r} keeps DTensors, and torch's {name}{'(fused=True)' * is_fused} cannot update these; "
+            "use another optimizer, fused=False, or strategy='zero1' or 'ddp'"
+        )
+    if kind is None and not options.elementwise_optimizer:
+        raise TypeError(
+            f"strategy={strategy!r} divides {cut} by ranks, and {name} is not one of torch.optim's, so it is unknown "
+            "whether it combines several of them, as a norm over all does; if it treats each element separately, pass "
+            f"strategy=unisono.strategies.{type(options).__name__}(elementwise_optimizer=True), otherwise use "
+            "strategy='ddp'"
+        )
+
+
+def kind_of(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch.optim that defines the optimizer's `step`; None if it is defined elsewhere."""
+    # torch wraps the `step` of a class when its first optimizer is created.
+    step = inspect.unwrap(type(optimizer).step)
+    for kind in vars(torch.optim).values():
+        if inspect.isclass(kind) and issubclass(kind, Optimizer) and inspect.unwrap(kind.step) is step:
+            return kind
+    return None
+
+
+class SPMDStrategy(Strategy):
+    """One program, with batches spread over all devices of the process: XLA's compiler inserts the reductions, so that
+    this package runs it as a world of one."""
+
+    name = "spmd"
+
+    @classmethod
+    def check_world(cls, world: World) -> None:
+        if world.world_size > 1:
+            raise ValueError(
+                f"strategy='spmd' is one program that has all devices, and this is rank {world.rank} of "
+                f"{world.world_size}; call it in a plain script, or use strategy='ddp' here"
+            )
+
+    @classmethod
+    def enter(cls, backend: Backend, device: torch.device) -> None:
+        if reason := backend.unsupported_reason("spmd"):
+            raise ValueError(f"strategy='spmd' does not work with {device}: {reason}")
+        backend.spread()

@@ -1,0 +1,327 @@
+"""Virtual ranks: each microbatch is that of one, and begins with the buffers of the step; gradients and buffers are
+added in one tree over the virtual ranks, whichever rank carries them (`virtual_ranks.py`).
+
+Each optimizer is asked to step for each of them. The gradients that it finds are set aside, and reduced when it was
+asked for the last one; so what `zero_grad()` zeroes, and what another optimizer's loss leaves, is as on a device of its
+own. With V virtual ranks on R ranks, a rank holds up to V / (2 R) + 1 copies of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.comm.operations import HOST
+from unisono.deliveries import Batch, Loop
+from unisono.torch_private import VERSION
+from unisono.training.agreement import broadcast_together, check_agreement
+from unisono.training.gradients import buckets
+from unisono.training.machine import Step, Visit
+from unisono.training.parameter_names import parameters_of
+from unisono.training.strategies.bare_parameter import BareParameter
+from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.strategy import Strategy
+from unisono.virtual_ranks import Draw, Tree, VirtualRanks, fold_over_ranks, sums_of
+from unisono.world import World
+
+_Tensors = dict[torch.Tensor, torch.Tensor]  # of each parameter or buffer that a virtual rank has one for
+
+
+class VirtualEngine(Engine):
+    """Runs a module for several virtual ranks, one after another."""
+
+    def __init__(self, module: nn.Module, world: World, steps: Any, virtual: VirtualRanks) -> None:
+        super().__init__(module, world, steps, shares_buffers=False)
+        self._virtual = virtual
+        # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
+        self._versions: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
+        # Of each optimizer: the step that it was asked for, the virtual ranks for which, and their gradients.
+        self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[_Tensors]]] = WeakKeyDictionary()
+        self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
+        self._at_begin: list[torch.Tensor] | None = None  # the buffers at the beginning of the step
+        self._behind: dict[int, list[torch.Tensor]] = {}  # by virtual rank: the buffers behind its forward passes
+        self._buffers_of: int | None = None  # the virtual rank whose buffers the module has
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
+        is_recorded = torch.is_grad_enabled()
+        if is_recorded:
+            batch = None if self._steps.origin is None else self._steps.origin.batch
+        else:
+            batch = next(iter(self._world.state.deliveries.find((args, kwargs))), None)
+        if batch is not None and batch.draw is not None:
+            self._check_turn(batch, batch.draw, is_recorded)
+            if self.module.training and self.members.has_buffers():
+                self._check_buffers(batch)
+                self._change_buffers(batch.draw.rank)
+        return super().run(args, kwargs, method)
+
+    def _check_turn(self, batch: Batch, draw: Draw, is_recorded: bool) -> None:
+        """Refuse a forward pass whose result would depend on which virtual ranks this rank carries."""
+        if is_recorded and batch.loop.last is not batch:
+            raise RuntimeError(
+                f"a forward pass of the {self.name} is on a batch that is not the one that its loop has drawn last: "
+                "with virtual_ranks random numbers are those of the latter; draw each batch where it is used"
+            )
+        step, version = self._steps.step, sum(map(attrgetter(VERSION), self.members.parameters()))
+        round_, first = self._versions.setdefault(batch.loop, (draw.round, version))
+        if round_ != draw.round:
+            self._versions[batch.loop] = draw.round, version
+        asked = [
+            each for each in self.optimizers() if self._asked.get(each) is step and draw.rank in self._sums[each][0]
+        ]
+        if (round_ == draw.round and first != version) or (is_recorded and asked and step.last is batch):
+            raise RuntimeError(
+                f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
+                "same round; with virtual_ranks those of other virtual ranks come before it: compute all losses of a "
+                "batch before the first step() of its optimizers"
+            )
+
+    def _check_buffers(self, batch: Batch) -> None:
+        if batch.loop.is_evaluation or not self.optimizers():
+            where = "in a loop without gradients" if batch.loop.is_evaluation else "and it has no prepared optimizer"
+            raise RuntimeError(
+                f"the {self.name} is in training mode, and its buffers may change, {where}: with virtual_ranks they "
+                "are averaged when it steps; call its eval() before"
+            )
+
+    # Buffers.
+
+    def _change_buffers(self, rank: int | None) -> None:
+        """Give the module the buffers of a virtual rank, which are those of the step's beginning at first."""
+        buffers = self.members.buffers()
+        if self._at_begin is None:
+            self._at_begin = [each.clone() for each in buffers]
+        elif rank == self._buffers_of:
+            return
+        if self._buffers_of is not None:
+            self._behind[self._buffers_of] = [each.clone() for each in buffers]
+        if rank is not None:
+            for each, value in zip(buffers, self._behind.get(rank, self._at_begin), strict=True):
+                if each.shape != value.shape:
+                    raise RuntimeError(
+                        f"a buffer of the {self.name} has grown from {list(value.shape)} to {list(each.shape)}, and "
+                        "with virtual_ranks each batch of a round begins with the same; give it its full shape"
+                    )
+                each.data.copy_(value)  # as the layer itself does, it is no write that autograd counts
+        self._buffers_of = rank
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        super().after_step(optimizer)
+        if self._at_begin is not None:
+            self._change_buffers(None)
+            self._share_buffers(self._at_begin)
+            self._at_begin = None
+            self._behind.clear()
+
+    @torch.no_grad()
+    def _share_buffers(self, begin: list[torch.Tensor]) -> None:
+        """Give the module the mean of the virtual ranks' buffers, and of those that are no floats, the first one's."""
+        buffers = self.members.buffers()
+        of_each = {rank: self._behind.get(rank, begin) for rank in self._virtual.own}
+        for each, value in zip(buffers, of_each[self._virtual.own[0]], strict=True):
+            each.data.copy_(value)
+        means = [place for place, each in enumerate(buffers) if each.is_floating_point()]
+        broadcast_together([each for place, each in enumerate(buffers) if place not in means], self._world)
+        tree: Tree[_Tensors] = Tree(self._virtual.count, _add)
+        for rank, values in of_each.items():
+            tree.put(rank, {buffers[place]: values[place].clone() for place in means})
+        for each, total in self._fold([buffers[place] for place in means], tree):
+            each.data.copy_(total)
+
+    # Gradients: for each optimizer, those that it was asked to step on, of each virtual rank.
+
+    def begin_pass(self, reduces: bool, visit: Visit) -> None:
+        draw = None if visit.batch is None else visit.batch.draw
+        if draw is None:
+            raise ValueError(
+                f"virtual_ranks={self._virtual.count} divides the batches of prepared loaders, and the {self.name} has "
+                "a loss on data of none; prepare its loader, or name the batch, accelerator.backward(loss, batch=batch)"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward(create_graph=True) through the {self.name}: with virtual_ranks gradients are added outside "
+                "any graph; get what is to be differentiated again from torch.autograd.grad(..., create_graph=True)"
+            )
+        if self.module.training and self.members.has_buffers() and self._buffers_of != draw.rank:
+            raise RuntimeError(
+                f"a loss of the {self.name} came past what prepare() has returned, so that its buffers are not those "
+                "of the virtual rank; call that, or a method of it after model.mark_forward_method(name)"
+            )
+        visits = [each for each in self._steps.step.visits if each.loop is visit.loop and each.batch is not None]
+        draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
+        if any(each.round != draw.round for each in draws) or len({*draws}) < len(draws):
+            raise RuntimeError(
+                f"a step of the {self.name} has a batch twice, or not each of a round's: with virtual_ranks each batch "
+                "has its passes before optimizer.step() is called for it, once, and none is left out; leave a loop "
+                "where accelerator.sync_gradients is true"
+            )
+        if self._reduced:
+            raise RuntimeError(
+                f"a backward pass through the {self.name} came after its gradients were reduced, as for clipping, and "
+                "before optimizer.step(): with virtual_ranks they cannot be added any more; clip after the last pass"
+            )
+        self.gradients.note_others()  # to find what is changed by hand
+        super().begin_pass(False, visit)
+
+    def is_due(self, optimizer: Optimizer) -> bool:
+        return optimizer not in self._reduced
+
+    def set_aside(self, optimizer: Optimizer) -> None:
+        """Move the gradients of a virtual rank to what that optimizer is to step on, when all have had their turns."""
+        own = set(map(id, parameters_of(optimizer)))
+        taken: _Tensors = {}
+        for each in self.members.with_gradients():
+            if id(each) in own and each.grad is not None:
+                taken[each] = each.grad.to_dense() if each.grad.layout is not torch.strided else each.grad
+                each.grad = None
+        step = self._steps.step
+        draw = step.visits[-1].batch.draw if step.visits and step.visits[-1].batch is not None else None
+        if draw is None:
+            return  # there was no pass
+        if self._asked.get(optimizer) is not step:
+            self._asked[optimizer], self._sums[optimizer] = step, (set(), Tree(self._virtual.count, _add))
+        ranks, tree = self._sums[optimizer]
+        if draw.rank in ranks:
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} was asked to step twice for one batch of a virtual rank; call its "
+                "step() once for each batch"
+            )
+        ranks.add(draw.rank)
+        if draw.rank < self._virtual.count:  # else its batch does not count
+            tree.put(draw.rank, taken)
+        self.gradients.look_again()
+
+    @torch.no_grad()
+    def reduce(self, optimizer: Optimizer | None = None) -> None:
+        if optimizer is None:
+            return
+        self.set_aside(optimizer)
+        last = self._steps.step.last
+        if optimizer not in self._sums or last is None or last.draw is None:
+            return  # no pass has left anything, which the optimizer says
+        if torch.get_num_threads() != 1:
+            raise RuntimeError(
+                f"torch.set_num_threads({torch.get_num_threads()}) was called after the Accelerator was made: with "
+                "virtual_ranks each rank computes with one thread, since kernels add in an order that depends on it"
+            )
+        last.draw.seed_step()
+        world, (ranks, tree) = self._world, self._sums.pop(optimizer)
+        del self._asked[optimizer]
+        if len(ranks) < self._virtual.each:
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} was asked to step for {len(ranks)} of the {self._virtual.each} "
+                "batches that this rank has of a round; call its step() for each: it does nothing until the last one"
+            )
+        own = set(map(id, parameters_of(optimizer)))
+        parameters = [each for each in self.with_gradients() if id(each) in own]
+        if self._agreed is not self._trained and world.comm.size > 1:
+            check_agreement(self.members.trained(), world)
+            self._agreed = self._trained
+        world.comm.announce(f"the gradients of {self.place()}")
+        held = torch.tensor(
+            [float(any(each in sums for sums in tree.sums.values())) for each in parameters], device=HOST
+        )
+        if world.comm.size > 1:
+            held = world.comm.all_reduce(held)
+        present = [each for each, count in zip(parameters, held.tolist(), strict=True) if count]
+        (known, *_) = tree.sums.values()
+        for each, total in self._fold(present, tree):
+            # No view, which would keep the memory of the whole bucket.
+            mine = known.get(each)
+            each.grad = total.clone() if mine is None else mine if mine is total else mine.copy_(total)
+        self._reduced[optimizer] = True
+        self.gradients.note_reduction(self._steps.factor())
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        super().note_step(optimizer)
+        self._reduced.pop(optimizer, None)
+
+    def restart(self) -> None:
+        super().restart()
+        self._asked.clear()
+        self._reduced.clear()
+        self._behind.clear()
+        self._at_begin = self._buffers_of = None
+
+    def end_pass(self) -> None:
+        """Nothing: gradients are reduced when an optimizer steps."""
+
+    def rescale_to_step(self) -> None:
+        """Nothing, as in `end_pass`."""
+
+    def _fold(self, keys: Sequence[torch.Tensor], tree: Tree[_Tensors]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The means over all virtual ranks. A collective."""
+        world, virtual = self._world, self._virtual
+        if world.comm.size == 1:
+            yield from ((each, tree.total()[each].div_(virtual.count)) for each in keys)
+            return
+        nodes = sums_of(virtual)
+        are_two = world.comm.size == 2 and virtual.count % 2 == 0  # one sum each, and a + b is b + a
+        for bucket in buckets(keys):
+            own = {node: _flatten(bucket, tree.sums[node]) for node in nodes}
+
+            def gather(sums: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+                return [list(each.unbind(0)) for each in world.comm.all_gather(torch.stack(sums))]
+
+            if are_two:
+                total = world.comm.all_reduce(own[nodes[0]])
+            else:
+                total = fold_over_ranks(virtual, world.comm.size, own, gather, torch.Tensor.add_)
+            total.div_(virtual.count)
+            for each, piece in zip(bucket, total.split([each.numel() for each in bucket]), strict=True):
+                yield each, piece.view_as(each)
+
+    def reduce_assigned(self, part: float) -> None:
+        raise ValueError(
+            f"gradients of the {self.name} were assigned by hand, and virtual_ranks adds those that backward passes "
+            "leave; let accelerator.backward(loss) leave them in .grad"
+        )
+
+
+def _add(one: _Tensors, other: _Tensors) -> _Tensors:
+    """The sums; what one of them lacks is a zero, as it is in a bucket of several ranks."""
+    for each, value in other.items():
+        one[each] = one[each].add_(value) if each in one else value.add_(0)
+    for each in one.keys() - other.keys():
+        one[each].add_(0)
+    return one
+
+
+def _flatten(bucket: list[torch.Tensor], values: _Tensors) -> torch.Tensor:
+    return torch.cat([(values[each] if each in values else torch.zeros_like(each)).reshape(-1) for each in bucket])
+
+
+class VirtualStrategy(Strategy):
+    """Reduces over virtual ranks; optimizers are those of another strategy."""
+
+    name = "virtual"
+
+    def __init__(self, other: Strategy, virtual: VirtualRanks) -> None:
+        super().__init__(other.world, other.steps, other.options)
+        self._other, self._virtual = other, virtual
+        self.wrap_optimizer, self.step_of = other.wrap_optimizer, other.step_of  # type: ignore[method-assign]
+
+    def check(self, each: nn.Module | Optimizer) -> None:
+        self._other.check(each)
+        if isinstance(each, torch.optim.SparseAdam):
+            raise ValueError("virtual_ranks add gradients as dense ones, which SparseAdam refuses; use Adam or SGD")
+        if isinstance(each, nn.Module) and any(isinstance(part, nn.SyncBatchNorm) for part in each.modules()):
+            raise ValueError(
+                f"the {type(each).__name__} has a SyncBatchNorm, and with virtual_ranks each one has statistics of its "
+                "own; use BatchNorm"
+            )
+        if isinstance(each, BareParameter):
+            raise ValueError(
+                f"virtual_ranks do not train a parameter of shape {list(each.value.shape)} that is no model's; make it "
+                "one of a module's, and prepare that"
+            )
+
+    def engine_of(self, module: nn.Module) -> Engine:
+        return VirtualEngine(module, self.world, self.steps, self._virtual)
