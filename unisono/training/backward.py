@@ -104,16 +104,16 @@ class Passes:
                 for known in (self._running, self._passed_by, self._open):
                     known.clear()
                 for each in self._engines():
-                    each.await_pass()
+                    each.hooks.await_pass()
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             found = self._world.state.deliveries.find(values)
             if not found:
                 return self._running[task].origin
-            return Origin(found, self._world, syncs=syncs, optimizers=engine.give_optimizers)
+            return Origin(found, self._world, syncs=syncs, optimizers=engine.trainers.optimizers_of)
         if (steps := self.steps).origin is None and steps.now == steps.requested:
             self._claims.clear()
         inputs = tensors(values)
-        self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.give_optimizers)
+        self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.trainers.optimizers_of)
         origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
         self._claims.add(origin.claim)
         if origin.part != 1 or steps.step.policy.is_mean or steps.policy.is_mean:
@@ -122,7 +122,7 @@ class Passes:
 
     def hook_outputs(self, engine: Engine, outputs: Any, origin: Origin) -> None:
         """Watch for a backward pass to reach these outputs of the model."""
-        if engine.is_released:
+        if engine.hooks.is_removed:
             return
         arrive = partial(self._arrive, ref(self), ref(engine), origin)
         computed, shows_pass = [], False
@@ -136,7 +136,7 @@ class Passes:
                 if self._losses.left and each.grad_fn is not None:
                     self._losses.begun = getattr(each.grad_fn, SEQUENCE_NUMBER)()
         if not shows_pass:
-            engine.may_be_bypassed = True  # by what an object holds that is no container of tensors
+            engine.passes.may_bypass = True  # by what an object holds that is no container of tensors
         # Metrics and a second forward pass on these outputs then find the same batch.
         if origin.batch is not None:
             self._world.state.deliveries.know(computed, origin.batch)
@@ -249,8 +249,8 @@ class Passes:
         pass runs, as far as it is known. Where the loss has weight 0, a negligible one, by which a layer over all ranks
         divides what other ranks' losses send through the rows: zeros come from the rank's own."""
         task = current_graph_task_id()
-        runs: list[_Run] = [each.passing for each in self._engines() if each.passing and each.passing.task == task]
-        run = runs[0] if runs else None
+        runs: list[_Run | None] = [each.passes.last for each in self._engines()]
+        run = next((each for each in runs if each is not None and each.task == task), None)
         if run is None:
             return self.origin.part
         if run.part == 0 and run.origin is not None and run.origin.part:
@@ -263,10 +263,10 @@ class Passes:
 
     def _reached(self, first: Engine) -> Collection[Optimizer]:
         """The optimizers of the models that the running backward pass reaches; `first` is known to be one."""
-        engines = [each for each in self._engines() if not each.is_released]
+        engines = [each for each in self._engines() if not each.hooks.is_removed]
         if len(engines) > 1 and current_graph_task_id() >= 0:
             engines = [each for each in engines if each is first or any(map(is_left_at, each.leaves()))]
-        return {optimizer for each in engines for optimizer in each.optimizers()}
+        return {optimizer for each in engines for optimizer in each.trainers.optimizers()}
 
     # In a backward pass. Hooks hold their objects weakly: the garbage collector does not see autograd's references.
 
@@ -364,9 +364,9 @@ class Passes:
         """Handle the first gradient that arrives at the model in a pass: it is counted now, if no output has shown it,
         and no leaf has a hook, which would do so. An uneven part is refused now: other ranks may reduce now."""
         self, model = passes(), engine()
-        if self is None or model is None or model.is_released or model.gathers or model.hooks:
+        if self is None or model is None or model.hooks.is_removed or model.gathers or model.hooks.scaling:
             return
-        if model.passing is not None and model.passing.task == current_graph_task_id():
+        if model.passes.last is not None and model.passes.last.task == current_graph_task_id():
             return
         if self._bypassing(model).part == 1:
             self._run(model, None)
@@ -377,7 +377,7 @@ class Passes:
         """Return the current backward pass through that model; begin it when it reaches the model, by an output that
         carries this origin, or past all outputs."""
         task = current_graph_task_id()
-        run: _Run | None = engine.passing
+        run: _Run | None = engine.passes.last
         if run is not None and run.task == task:
             return run
         # Reentrant checkpointing runs a backward pass inside of the one that has reached the model.
@@ -390,7 +390,7 @@ class Passes:
             is_taken = any(is_left_at(each) is None for each in engine.leaves())
             run = _Run(task, origin, is_taken=is_taken, part=(origin or self.origin).part)
             if outer is None:
-                engine.passing = run
+                engine.passes.last = run
                 self._passed_by[task] = ref(engine), run, engine.gradients.arrivals.count()
                 self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
             if run.is_taken:
@@ -400,7 +400,7 @@ class Passes:
             if torch.is_grad_enabled():  # a pass through these gradients may bypass the outputs
                 known = origin or self.origin
                 known.is_differentiated = True
-                engine.graphs.append(known)
+                engine.passes.graphs.append(known)
                 engine.scale_leaves()
             engine.note_other_pass()
             return run
@@ -423,7 +423,7 @@ class Passes:
                 self._check_named(engine, run.origin)
             known = named or run.origin
             origin = known or self._bypassing(engine)
-            if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
+            if engine.passes.may_bypass and not is_named:  # by a part of the loss that is of another batch
                 claims.check_latest(origin, self._world)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self.steps.parts) if is_named else None
@@ -437,11 +437,11 @@ class Passes:
         is_mean = self.steps.step.policy.is_mean
         if not engine.is_called and counted.part is None:
             claims.check_alike(engine.name, self._claims, counted.origin, is_mean, self._world)
-        if engine.graphs and counted.part is None:
+        if engine.passes.graphs and counted.part is None:
             # These gradients may be in this pass, and bypass the outputs, where they could be scaled by themselves.
-            if any(each.part != run.part for each in engine.graphs):
+            if any(each.part != run.part for each in engine.passes.graphs):
                 raise claims.penalized()
-            engine.graphs.clear()
+            engine.passes.graphs.clear()
         held = engine.gradients
         is_weighed = is_mean or run.part != 1
         # Or the assigned ones are of another batch.
@@ -451,7 +451,7 @@ class Passes:
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
                 "and zero_grad() in between"
             )
-        engine.passing = run
+        engine.passes.last = run
         if is_weighed:  # others may train since the forward pass
             engine.scale_leaves()
         reduces = counted.reduces and origin.syncs
@@ -463,8 +463,8 @@ class Passes:
 
     def _bypassing(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""
-        if engine.graphs:  # of several batches: it is not known which
-            found = list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
+        if engine.passes.graphs:  # of several batches: it is not known which
+            found = list(dict.fromkeys(batch for each in engine.passes.graphs for batch in each.candidates))
             return Origin(found, self._world, is_computed=len(found) > 1)
         return self.origin if self.steps.is_recent() else find_origin(self._world)
 
@@ -491,7 +491,7 @@ class Passes:
                     self._count_late(run.origin or self.origin, engine)
                     engine.reduce()
         for engine in filter(None, map(call, self._engines)) if self._world.comm.size > 1 else ():
-            engine.await_pass()  # of a pass that no output shows
+            engine.hooks.await_pass()  # of a pass that no output shows
         if (ended := self._running.pop(task, None)) is None:
             return
         if self.steps.step.policy.is_mean and ended.shown and ended.origin.batch not in ended.shown:

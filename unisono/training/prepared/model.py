@@ -149,7 +149,7 @@ class PreparedModel(nn.Module):
         if name in self._forward_methods:
             return update_wrapper(partial(self._run, name), value)
         if is_own_method or isinstance(value, nn.Module):
-            self.engine.may_be_bypassed = True
+            self.engine.passes.may_bypass = True
         if not (self.engine.gathers and is_own_method):
             return value
         return _explaining_parts(
@@ -159,7 +159,7 @@ class PreparedModel(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         """A part of the module, such as a layer of a Sequential."""
-        self.engine.may_be_bypassed = True
+        self.engine.passes.may_bypass = True
         return self.module[key]  # type: ignore[index]
 
     def __len__(self) -> int:

@@ -169,7 +169,7 @@ class PreparedObjects:
         for stepper in self.steppers():
             stepper.release()
         for engine in self.engines():
-            engine.release()
+            engine.hooks.remove()
         self.has_models = False
         models: list[WeakList[Any]] = [self.modules, self.engines, self._models]
         for known in (*models, self.steppers, self.loaders, self.schedulers, self.means):
@@ -260,7 +260,7 @@ class PreparedObjects:
 
     def _join_all(self, stepper: Stepper) -> None:
         for engine in self.engines():
-            if not stepper.trains(engine) and not engine.is_released:
+            if not stepper.trains(engine) and not engine.hooks.is_removed:
                 self._join(engine, stepper)
 
     def _join(self, engine: Engine, stepper: Stepper) -> None:
@@ -359,7 +359,7 @@ def _is_prepared(each: Any) -> bool:
     except TypeError:
         return False
     if isinstance(made, PreparedModel):
-        return not made.engine.is_released
+        return not made.engine.hooks.is_removed
     return made in prepared if isinstance(made, Optimizer) else made is not None
 
 

@@ -36,15 +36,15 @@ def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
 
 def engines_of(module: Any) -> list[Engine]:
     """The engine that runs this module, if it is that of a prepared model."""
-    return [each for each in alive(_engines) if each.module is module and not each.is_released]
+    return [each for each in alive(_engines) if each.module is module and not each.hooks.is_removed]
 
 
 def release_engines_of(module: nn.Module) -> None:
     """Disable the hooks that an earlier `prepare` has attached to this module, or to a part of it."""
     own = set(module.parameters())
     for engine in alive(_engines):
-        if not engine.is_released and any(each in own for each in engine.module.parameters()):
-            engine.release()
+        if not engine.hooks.is_removed and any(each in own for each in engine.module.parameters()):
+            engine.hooks.remove()
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
@@ -58,7 +58,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             "rank's alone; call unisono.optimizer_step(optimizer), which reduces them first"
         )
     places = {id(each) for each in own}
-    for engine in [each for each in alive(_engines) if not each.is_released]:
+    for engine in [each for each in alive(_engines) if not each.hooks.is_removed]:
         asked = _engines.get(engine, ())
         if len(engine.replaced) and any(each in engine.replaced for each in own):
             raise RuntimeError(
@@ -93,7 +93,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if is_plain:
             # An optimizer that is not prepared has no stepper, which would note it.
-            engine.trainer(optimizer).is_unprepared = True
+            engine.add_trainer(optimizer).is_unprepared = True
             engine.step_unprepared(optimizer)
             if optimizer not in _warned and (world := given_world()) is not None:
                 _warned.add(optimizer)
@@ -119,7 +119,7 @@ def _check_foreign(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
     count = hand.foreign[optimizer] = hand.foreign.get(optimizer, 0) + 1
     if count not in _COMPARED_AT:
         return
-    engines = [each for each in alive(_engines) if not each.is_released]
+    engines = [each for each in alive(_engines) if not each.hooks.is_removed]
     prepared = {id(each) for engine in engines for each in engine.module.parameters()}
     left_out = [each for each in own if each.requires_grad and id(each) not in prepared and not is_distributed(each)]
     # An optimizer within another one may have other parameters on each rank, as torch's ZeroRedundancyOptimizer has.

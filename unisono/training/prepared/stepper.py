@@ -139,7 +139,7 @@ class Stepper:
     def train(self, engine: Engine) -> None:
         """Record that a model with some of the optimizer's parameters is prepared."""
         self._engines.append(engine)
-        engine.trainer(self.optimizer).is_unprepared = False
+        engine.add_trainer(self.optimizer).is_unprepared = False
 
     def release(self) -> None:
         """Restore the optimizer's own methods."""
@@ -230,8 +230,8 @@ class Stepper:
         """
         is_mean = self._steps.step.policy.is_mean
         for engine in () if self._steps.is_plain else self._engines:
-            if engine.before_load is not None:
-                engine.announce_load()
+            if engine.agreement.before_load is not None:
+                engine.agreement.announce_load()
             if is_mean and engine.gradients.is_changed():
                 self._refuse_assigned()
             if engine.is_due(self.optimizer):

@@ -149,7 +149,7 @@ class DDPEngine(Engine):
         self._is_late = reduces and (is_late or (self._finds_unused and self._may_misread(outputs)))
         if reduces and not self._is_late:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
-            self._world.comm.announce(f"the gradients of {self.place()}")
+            self._world.comm.announce(f"the gradients of {self.agreement.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
             # waits for all.
             self._replicated.reducer.prepare_for_backward(outputs)

@@ -24,9 +24,10 @@ from unisono.timeline import REDUCE
 from unisono.training.gradients import buckets
 from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter
-from unisono.training.strategies.engine import Engine, Trainer, weak_method
+from unisono.training.strategies.engine import Engine, weak_method
 from unisono.training.strategies.states import load_optimizer_state
 from unisono.training.strategies.strategy import Strategy
+from unisono.training.strategies.trainers import Trainer
 from unisono.world import World
 
 _MOMENTUM = "outer_momentum"
@@ -73,20 +74,20 @@ class DiLoCoEngine(Engine):
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped since all had
         self._spare: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # for parameters whose optimizer has no state yet
 
-    def trainer(self, optimizer: Optimizer) -> Trainer:
-        known, found = self.trainers, super().trainer(optimizer)
+    def add_trainer(self, optimizer: Optimizer) -> Trainer:
+        known, found = [*self.trainers], super().add_trainer(optimizer)
         if found not in known:
             optimizer.register_step_pre_hook(weak_method(self._depart))
         return found
 
     def _depart(self, *_: Any) -> None:
         """Called before each step that is taken: keep the parameters as they were before the first one."""
-        if not self._starts and not self.is_released:
+        if not self._starts and not self.hooks.is_removed:
             self._starts = {each: each.detach().clone() for each in self.members.trained()}
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped.add(id(optimizer))
-        if not self._stepped.issuperset(map(id, self.optimizers())):
+        if not self._stepped.issuperset(map(id, self.trainers.optimizers())):
             return
         self._stepped.clear()
         self._since += 1
@@ -108,12 +109,12 @@ class DiLoCoEngine(Engine):
         starts, self._starts, self._since = self._starts, {}, 0
         if starts:
             with self._world.timeline.loop().span(REDUCE):
-                self._world.comm.announce(f"a meeting of the {self.name} at {self.place()}")
+                self._world.comm.announce(f"a meeting of the {self.name} at {self.agreement.place()}")
                 self._step_outward(starts)
                 if self._world.comm.size > 1 and self.members.has_buffers():
-                    self.share_buffers()
+                    self.agreement.share_buffers()
         if saves and self._world.comm.size > 1:
-            for each in self.optimizers():
+            for each in self.trainers.optimizers():
                 load_optimizer_state(each, each.state_dict(), self._world)
 
     def _step_outward(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
@@ -138,7 +139,7 @@ class DiLoCoEngine(Engine):
         """Where the outer momentum of each parameter is kept: in its optimizer's state; or in a spare place where that
         has not begun, as on a rank that has not used the parameter: optimizers begin a state where there is none."""
         places = {each: self._spare.setdefault(each, {}) for each in parameters}
-        for optimizer, group in ((each, group) for each in self.optimizers() for group in each.param_groups):
+        for optimizer, group in ((each, group) for each in self.trainers.optimizers() for group in each.param_groups):
             known = {each: optimizer.state[each] for each in group["params"] if each in optimizer.state}
             has_none = not any(state.keys() - {_MOMENTUM} for state in known.values())  # as SGD without momentum
             for each in group["params"]:

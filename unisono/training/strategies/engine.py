@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from operator import attrgetter, call
 from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
@@ -13,49 +11,41 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm.operations import ADVICE_ON_STATES, LOADED
-from unisono.errors import BrokenWorldError
 from unisono.timeline import REDUCE
 from unisono.torch_private import will_engine_execute_node
-from unisono.training.agreement import (
-    broadcast_together,
-    check_agreement,
-    fingerprint,
-    readable,
-    warn_of_unequal_buffers,
-    warn_of_unequal_parameters,
-)
 from unisono.training.compilation import compilable
 from unisono.training.gradients import reduce_gradients, scale_gradients
 from unisono.training.machine import Visit
-from unisono.training.parameter_names import describe_rates, parameters_of
 from unisono.training.steps import Steps
 from unisono.training.strategies.held import HeldGradients, Members
+from unisono.training.strategies.leaf_hooks import LeafHooks
+from unisono.training.strategies.model_agreement import ModelAgreement
 from unisono.training.strategies.sharded import holds_any
+from unisono.training.strategies.trainers import Trainer, Trainers
 from unisono.world import World
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Trainer:
-    """An optimizer of a model's parameters, held weakly: whether it steps without being prepared, and whether it has
-    zeroed them since the last backward pass. Its groups outlive it: ranks compare them, and one that was dropped is
-    garbage, which each rank collects at another time."""
+class ModelPasses:
+    """What `Passes` knows of the passes through one model.
 
-    __slots__ = ("groups", "has_zeroed", "is_unprepared", "optimizer")
+    Attributes:
+        last: the last backward pass that has reached it.
+        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`).
+        may_bypass: whether a loss may come from a submodule, from a method that is not marked, or from an output that
+            hides its tensors.
+    """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.groups = ref(optimizer), optimizer.param_groups
-        self.is_unprepared = self.has_zeroed = False
+    __slots__ = ("graphs", "last", "may_bypass")
 
-    def is_within(self, parameters: Collection[int]) -> bool:
-        """Whether all that it trains, or holds gradients of, is among these, given by their ids."""
-        own = [each for group in self.groups for each in group["params"] if each.requires_grad or each.grad is not None]
-        return all(id(each) in parameters for each in own)
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.graphs: list[Any] = []
+        self.may_bypass = False
 
 
 class Engine:
@@ -70,16 +60,12 @@ class Engine:
         gathers: whether the module's parameters are whole only while it runs.
         is_called: whether the module is, so that its outputs show the passes through it.
         name: the name of the module's class.
-        hooks: the hooks of each leaf that scale its gradients, while there are any.
-        passing: the last backward pass through the model, for `Passes`.
-        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`), for `Passes`.
-        trainers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that have
-            stepped; not those that others have replaced.
+        hooks: those at its leaves.
+        passes: what `Passes` knows of the passes through it.
+        trainers: the optimizers of its parameters.
+        agreement: whether all ranks have the same of it.
         replaced: the parameters that the module had before it was prepared, if it has others now.
-        may_be_bypassed: whether a loss may come from a submodule, from a method that is not marked, or from an output
-            that hides its tensors.
         is_local: whether steps use this rank's own gradients, and the ranks' parameters differ until they are averaged.
-        before_load: a fingerprint of what this rank trained before a state was loaded since the last step, if one was.
     """
 
     gathers: ClassVar[bool] = False
@@ -91,79 +77,24 @@ class Engine:
         self._call = compilable(module)
         self.members = self._members_class(module)
         self.gradients = HeldGradients(self.members, steps)
-        self.is_released = self.is_local = self.may_be_bypassed = False
-        self.hooks: dict[torch.Tensor, RemovableHandle] = {}
-        self._scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
-        self._notice: Callable[[], None] = lambda: None
-        self.passing: Any = None
-        self.give_optimizers = partial(_optimizers_of, ref(self))  # weak: it is kept by the graphs of losses
-        self.graphs: list[Any] = []
-        self.trainers: list[Trainer] = []
+        self.hooks = LeafHooks(self.gradients.arrivals, counts=world.comm.size > 1)
+        self.passes, self.trainers = ModelPasses(), Trainers()
+        self.agreement = ModelAgreement(module, self.members, self.trainers, world, steps)
+        self.is_local = False
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
-        self.before_load: int | None = None
-        self._agreed: list[torch.Tensor] = []  # the trained parameters that the ranks have compared
-        self._shared = self._num_steps = 0  # how often buffers were shared, and optimizers have stepped
-        self._is_apart = False  # whether it was said that the ranks' parameters differ
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
-        self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
         self._trained = self.members.trained()  # in the last forward pass
         self._left: list[torch.Tensor] = []  # that were frozen in the middle of a step
 
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers of its parameters."""
-        return list(filter(None, map(call, map(attrgetter("optimizer"), self.trainers))))  # which are weak references
-
-    def trainer(self, optimizer: Optimizer) -> Trainer:
-        """The record of an optimizer; of one that has none, from now on. It replaces those whose parameters it has,
-        until they step again."""
-        for each in self.trainers:
-            if each.optimizer() is optimizer:
-                return each
-        own = set(map(id, parameters_of(optimizer)))
-        self.trainers = [*(each for each in self.trainers if not each.is_within(own)), Trainer(optimizer)]
-        return self.trainers[-1]
+    def add_trainer(self, optimizer: Optimizer) -> Trainer:
+        """Record that an optimizer trains the model's parameters, unless that is known. Returns its record."""
+        return self.trainers.record(optimizer)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         """The forward pass: a call of the module, or of one of its methods."""
         return (self._call if method is None else getattr(self.module, method))(*args, **kwargs)
-
-    def place(self) -> str:
-        """The position of this rank, and its learning rates: equal on all ranks, or they would drift apart."""
-        groups: list[dict[str, Any]] = []
-        for each in self.trainers:
-            if (optimizer := each.optimizer()) is not None:
-                each.groups = optimizer.param_groups  # others, after its state was loaded
-            groups += each.groups
-        loaded = ""
-        if self.before_load is not None and (now := self._fingerprint()) != self.before_load:
-            loaded = f" after {LOADED} with bits {now % 2**64:016x}"
-        return self._steps.step.place() + loaded + describe_rates(groups)
-
-    def note_load(self) -> None:
-        """Record what this rank trains, before a state is loaded into it: until the next step, `place` says so if it is
-        another one then. A rank may load alone, as for an evaluation, and load back."""
-        if self.before_load is None and self._world.comm.size > 1 and not (self.gathers or self.is_local):
-            self.before_load = self._fingerprint()
-
-    def announce_load(self) -> None:
-        """Have the ranks compare what they have loaded, at the step: its gradients may have been reduced before. A
-        collective of the ranks that have loaded another state."""
-        if LOADED in (place := self.place()):
-            self._world.comm.announce(f"the parameters of {place}")
-            try:
-                self._world.comm.barrier()  # no other collective may follow
-            except BrokenWorldError as error:  # where the others have loaded nothing, and are at their end
-                error.add_note(f"this rank steps from a state that it has loaded{ADVICE_ON_STATES}")
-                raise
-
-    def _fingerprint(self) -> int:
-        """Of the trained parameters, and of the optimizers' states, but those of "zero1", which ranks have parts of."""
-        states = [each.state for each in self.optimizers() if not hasattr(each, "consolidate_state_dict")]
-        kept = [state.get(each, {}) for state in states for each in self.members.trained()]
-        held = [each for state in kept for _, each in sorted(state.items()) if isinstance(each, torch.Tensor)]
-        return int(fingerprint(readable([*self.members.trained(), *held], self._world)))
 
     def refresh(self) -> None:
         """Detect parameters that were frozen or unfrozen since the last forward pass with gradients.
@@ -201,6 +132,15 @@ class Engine:
         if saves:
             self._compare()
 
+    def _compare(self) -> None:
+        if not (self.is_local or self.gathers):
+            self.agreement.compare()
+
+    def note_load(self) -> None:
+        """Called before a state is loaded into the model, or into one of its optimizers."""
+        if not (self.is_local or self.gathers):
+            self.agreement.note_load()
+
     def state(self) -> dict[str, Any] | None:
         """What this rank keeps from step to step beside the parameters, in plain data, for a checkpoint; None if this
         engine keeps nothing."""
@@ -208,13 +148,6 @@ class Engine:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what `state` has returned on the same rank of as many."""
-
-    def _compare(self) -> None:
-        """Look whether all ranks have the same parameters, and say once if they do not: they have, unless these are
-        changed by something else than the step. A collective."""
-        if not (self._is_apart or self.is_local or self.gathers or self._world.backend.is_lazy):
-            with self._world.timeline.loop().span(REDUCE):
-                self._is_apart = warn_of_unequal_parameters(self.module, self._steps.step.number, self._world)
 
     def begin_pass(self, reduces: bool, visit: Visit) -> None:
         """Record that a backward pass of that visit has reached the model, and whether it ends a step."""
@@ -243,8 +176,7 @@ class Engine:
             scale_gradients(self.reduced(), factor)
             held.is_divided = True
         held.note_pass()
-        for each in self.trainers:
-            each.has_zeroed = False
+        self.trainers.note_pass()
         self.prepare_reduction(reduces and not self.is_local)
 
     def note_other_pass(self) -> None:
@@ -256,13 +188,6 @@ class Engine:
     def end_pass(self) -> None:
         """Called when a reducing backward pass has ended. A collective."""
         self._reduce_with(self.complete_reduction)
-
-    def share_buffers(self) -> None:
-        """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
-        self._shared += 1
-        if self._shared in (1, 10, 100):
-            warn_of_unequal_buffers(self.module, self._world)
-        broadcast_together(self.members.buffers(), self._world)
 
     def complete_reduction(self) -> None:
         """Reduce the gradients that a backward pass has not reduced itself."""
@@ -304,7 +229,7 @@ class Engine:
 
     def reduce_assigned(self, part: float) -> None:
         """Reduce gradients that were assigned, of a batch of which this rank has that part."""
-        self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
+        self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.agreement.place()}")
         scale_gradients(self.members.trained(), part)
         self.gradients.note_pass()
         self.reduce()
@@ -313,11 +238,9 @@ class Engine:
         """Reduce the gradients of these parameters together; None means all trained parameters."""
         track = self._world.timeline.loop_in_backward(all(each.is_cpu for each in self.members.trained()[:1]))
         with nullcontext() if track is None else track.span(REDUCE):
-            if self._agreed is not self._trained and self._world.comm.size > 1:
-                check_agreement(self.members.trained(), self._world)
-                self._agreed = self._trained  # after the comparison: an error leaves it to be repeated
+            self.agreement.check(self._trained)
             reduced = self.with_gradients() if parameters is None else parameters
-            reduce_gradients(reduced, self._world, self._steps.factor(), self.place())
+            reduce_gradients(reduced, self._world, self._steps.factor(), self.agreement.place())
 
     def with_gradients(self) -> list[torch.Tensor]:
         """The parameters that require gradients, and those that were frozen with a gradient on some rank."""
@@ -332,49 +255,22 @@ class Engine:
     def watch_leaves(
         self, scale: Callable[[torch.Tensor | None], torch.Tensor | None], notice: Callable[[], None]
     ) -> None:
-        """Count the gradients that arrive at the leaves.
-
-        Args:
-            scale: the hook that scales the gradients of a leaf, where that has to be.
-            notice: called by the first gradient of each pass.
-        """
-        self._scale, self._notice = scale, notice
+        """Count the gradients that arrive at the leaves, with what `LeafHooks` is to call."""
+        self.hooks.call(scale, notice)
         self.count_leaves()
 
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""
-        if self._world.comm.size > 1:
-            self._hook(self._counted, self.gradients.arrivals.hook)
-            self.await_pass()
-
-    def await_pass(self) -> None:
-        """Have the next gradient that arrives noticed as the first of a pass."""
-        self.gradients.arrivals.call_at_next(self._notice)
+        self.hooks.count(self.leaves())
 
     def scale_leaves(self) -> None:
         """Scale the gradients that arrive at the leaves."""
-        self._hook(self.hooks, self._scale)
-
-    def _hook(self, hooked: dict[torch.Tensor, RemovableHandle], hook: Callable[[Any], Any]) -> None:
-        for each in () if self.is_released else self.leaves():
-            # A second hook would scale twice.
-            if each not in hooked and each.requires_grad:  # not frozen since its forward pass
-                hooked[each] = each.register_hook(hook)
-
-    def release(self) -> None:
-        """Remove the hooks from all gradients."""
-        self.is_released = True
-        _remove(self.hooks)
-        _remove(self._counted)
+        self.hooks.scale(self.leaves())
 
     def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
         """Record that the gradients are zero: those of the optimizer, or all of them. Returns whether all are."""
-        if optimizer is not None and len(self.trainers) > 1:
-            zeroed = set(map(id, parameters_of(optimizer)))
-            for each in self.trainers:
-                each.has_zeroed = each.has_zeroed or each.is_within(zeroed)
-            if not all(each.has_zeroed for each in self.trainers if each.optimizer() is not None):
-                return False  # those of the others are as they were
+        if optimizer is not None and not self.trainers.note_zeros(optimizer):
+            return False  # those of the others are as they were
         self.gradients.note_zeros()
         return True
 
@@ -396,31 +292,30 @@ class Engine:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         if self.trainers[-1].optimizer() is not optimizer:
-            self.trainer(optimizer)
+            self.add_trainer(optimizer)
         self._steps.take_step(optimizer)
-        self.gradients.known = self.before_load = None
+        self.gradients.known = self.agreement.before_load = None
         self._left.clear()
-        self.may_be_bypassed = False
-        self.graphs.clear()
-        if self.hooks and not self._steps.policy.is_mean:
-            _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
+        self.passes.may_bypass = False
+        self.passes.graphs.clear()
+        if self.hooks.scaling and not self._steps.policy.is_mean:
+            self.hooks.stop_scaling()  # they were for an uneven batch, or a differentiated gradient
 
     def step_unprepared(self, optimizer: Optimizer) -> None:
         """Record that an optimizer steps that was not prepared, so that no stepper notes it. A collective."""
-        if self.before_load is not None:
-            self.announce_load()
+        if self.agreement.before_load is not None:
+            self.agreement.announce_load()
         self._steps.request(optimizer)
         self.note_step(optimizer)
         self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after the optimizer has stepped, on all ranks. A collective."""
-        self._num_steps += 1
-        if not self._num_steps & (self._num_steps - 1):  # 1, 2, 4, ...: it costs a pass over the parameters
+        if self.agreement.count_step():
             self._world.comm.announce(f"the end of {self._steps.step.place()}")
             self._compare()
         if self._shares_buffers and not self.is_local and self.members.has_buffers():
-            self.share_buffers()
+            self.agreement.share_buffers()
 
     def reduced(self) -> list[torch.Tensor]:
         """The parameters that hold reduced gradients, in a backward pass."""
@@ -457,15 +352,6 @@ def weak_method(method: Callable[_P, _T]) -> Callable[_P, _T]:
         return None if found is None else function(found, *args, **kwargs)  # type: ignore[return-value]
 
     return weak
-
-
-def _optimizers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:
-    return [] if (found := engine()) is None else found.optimizers()
-
-
-def _remove(hooks: dict[torch.Tensor, RemovableHandle]) -> None:
-    while hooks:
-        hooks.popitem()[1].remove()
 
 
 def is_left_at(leaf: torch.Tensor) -> bool | None:

@@ -296,7 +296,7 @@ class FSDPEngine(Engine):
         self._is_reducing = reduces
         self._take_flags()
         self._refuse_written()
-        self._world.comm.announce(f"the backward pass of {self.place()}{self._lacks(reduces)}")
+        self._world.comm.announce(f"the backward pass of {self.agreement.place()}{self._lacks(reduces)}")
         self._sharded.set_requires_gradient_sync(reduces)
         if reduces:
             scale_sums(self._units, self._steps.factor())

@@ -6,10 +6,8 @@ not, left by passes or assigned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import chain, repeat
-from operator import call, length_hint
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import nn
 from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, VERSION
 from unisono.training.machine import Held
 from unisono.training.steps import Steps
+from unisono.training.strategies.leaf_hooks import Arrivals
 
 
 class Members:
@@ -81,34 +80,6 @@ class Members:
 
 def _values(tables: list[dict[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(map(dict.values, tables))
-
-
-class Arrivals:
-    """Counts the gradients that arrive at leaves with its `hook`, with a Python call for the first of a pass only."""
-
-    def __init__(self) -> None:
-        self._left = iter(range(_MANY))
-        self._first: dict[int, Callable[[], None]] = {}  # what the arrival of that number calls
-        nothing: Callable[[], None] = dict[int, int]().clear
-        # Its result is None, which leaves the gradient as it is; and nothing keeps the gradient.
-        self.hook = partial(next, map(call, map(self._first.pop, self._left, repeat(nothing))))
-        self._left_out = 0
-
-    def call_at_next(self, function: Callable[[], None]) -> None:
-        """Call the function when the next gradient arrives, in the backward pass."""
-        self._first.clear()
-        self._first[_MANY - length_hint(self._left)] = function
-
-    def count(self) -> int:
-        """The number of gradients so far, without those that were left out."""
-        return _MANY - length_hint(self._left) - self._left_out
-
-    def leave_out(self, before: int) -> None:
-        """Leave out what has arrived since `count` was that number: torch.autograd.grad has returned it."""
-        self._left_out += self.count() - before
-
-
-_MANY = 2**62
 
 
 class HeldGradients(Held):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from unisono.comm.operations import HOST
 from unisono.deliveries import Batch, Loop
 from unisono.torch_private import VERSION
-from unisono.training.agreement import broadcast_together, check_agreement
+from unisono.training.agreement import broadcast_together
 from unisono.training.gradients import buckets
 from unisono.training.machine import Step, Visit
 from unisono.training.parameter_names import parameters_of
@@ -73,9 +73,8 @@ class VirtualEngine(Engine):
         round_, first = self._versions.setdefault(batch.loop, (draw.round, version))
         if round_ != draw.round:
             self._versions[batch.loop] = draw.round, version
-        asked = [
-            each for each in self.optimizers() if self._asked.get(each) is step and draw.rank in self._sums[each][0]
-        ]
+        optimizers = [each for each in self.trainers.optimizers() if self._asked.get(each) is step]
+        asked = any(draw.rank in self._sums[each][0] for each in optimizers)
         if (round_ == draw.round and first != version) or (is_recorded and asked and step.last is batch):
             raise RuntimeError(
                 f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
@@ -84,7 +83,7 @@ class VirtualEngine(Engine):
             )
 
     def _check_buffers(self, batch: Batch) -> None:
-        if batch.loop.is_evaluation or not self.optimizers():
+        if batch.loop.is_evaluation or not self.trainers.optimizers():
             where = "in a loop without gradients" if batch.loop.is_evaluation else "and it has no prepared optimizer"
             raise RuntimeError(
                 f"the {self.name} is in training mode, and its buffers may change, {where}: with virtual_ranks they "
@@ -221,10 +220,8 @@ class VirtualEngine(Engine):
             )
         own = set(map(id, parameters_of(optimizer)))
         parameters = [each for each in self.with_gradients() if id(each) in own]
-        if self._agreed is not self._trained and world.comm.size > 1:
-            check_agreement(self.members.trained(), world)
-            self._agreed = self._trained
-        world.comm.announce(f"the gradients of {self.place()}")
+        self.agreement.check(self._trained)
+        world.comm.announce(f"the gradients of {self.agreement.place()}")
         held = torch.tensor(
             [float(any(each in sums for sums in tree.sums.values())) for each in parameters], device=HOST
         )
