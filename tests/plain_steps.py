@@ -1,4 +1,4 @@
-"""The oracle of step programs: one device, plain torch, the global batches; what a step is, by docs/exactness.md.
+"""The oracle of step programs: one device, plain torch, the global batches; what a step is, by `step_page.py`.
 
 A microbatch is the batches of all ranks together, and its loss the mean over all of their samples. So no rank, no part
 and no reduction is here: only which passes make a step, when it is taken, and the mean over what it consists of.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from step_page import Page
 from step_programs import SEEDS, Loss, Machine, Outcome, Program, data, decay, networks, optimizers
 
 NO_LOADER: Any = "no loader"  # stands for the batch, and for the loop, of data from elsewhere
@@ -28,59 +29,40 @@ class Unsaid(Exception):  # noqa: N818
 
 
 @dataclass(eq=False)
+class Loop:
+    is_open: bool = True
+    was_left: bool = False
+
+
+@dataclass(eq=False)
 class Batch:
     """A round: the batches of all ranks."""
 
     tensors: Sequence[torch.Tensor]
     loop: Any
     start: int = 0
-    is_last: bool = False
+    ends: bool = False  # its loop
     is_computed: bool = False  # its tensors are new ones
 
     @property
     def key(self) -> Any:
         return self.loop, self.start
 
-
-@dataclass(eq=False)
-class Visit:
-    began: int
-    size: float | None
-
-
-@dataclass(eq=False)
-class Step:
-    """The microbatches since the last step that was taken.
-
-    Attributes:
-        visits: the number of them.
-        count, began, loops, hit: the number of microbatches; of the last one, when it began, the loops of its batches,
-            and the optimizers whose models a pass has reached.
-        sizes: of the visits, by loop.
-        total: the sum of them.
-        held: the optimizers that have gradients of this step.
-        stepped: those that have taken it.
-        is_weighed: whether its weights are given.
-        ended: the last batches that it has visited for the first time.
-    """
-
-    state: str = "collecting"
-    count: int = 0
-    visits: int = 0
-    began: int = 0
-    loops: set[Any] = field(default_factory=set)
-    hit: set[str] = field(default_factory=set)
-    sizes: dict[Any, set[float]] = field(default_factory=dict)
-    total: float = 0.0
-    held: set[str] = field(default_factory=set)
-    stepped: set[str] = field(default_factory=set)
-    is_weighed: bool | None = None
-    ended: set[Any] = field(default_factory=set)
-
     @property
-    def is_joint(self) -> bool:
-        """Whether its microbatches are no sequence of samples, so that each counts the same."""
-        return self.visits > self.count or (len(self.sizes) > 1 and NO_LOADER in self.sizes)
+    def number(self) -> int:
+        return self.start + 1
+
+    def is_last(self) -> bool:
+        return self.ends and not self.loop.was_left
+
+
+@dataclass(eq=False)
+class Asking:
+    """An optimizer, for the page."""
+
+    asked: int = 0
+    passed: int = 0
+    is_reduced: bool = False
 
 
 class Plain(Machine):
@@ -96,8 +78,6 @@ class Plain(Machine):
         self.positions = {"a": 0, "b": 0}  # in the last loop; 0 if it has ended
         self.starts = {"a": 0, "b": 0}  # where the next loop begins
         self.open: dict[Any, Batch] = {}  # the last batch of each open loop; the loop that delivered last is the last
-        self.left: set[Any] = set()  # loops that were
-        self.over: set[Any] = set()  # these, and those that have ended, in this run of the script
         self.used: set[Any] = set()  # batches that a forward pass was computed from
         self.states: list[list[torch.Tensor] | None] = []
         self.stop: Exception | None = None
@@ -112,25 +92,19 @@ class Plain(Machine):
         self.optimizers = optimizers(self.setup, self.models)
         self.parameters = [each for model in self.models.values() for each in model.parameters()]
         self.owner = {each: name for name, one in self.optimizers.items() for each in one.param_groups[0]["params"]}
-        self.now = Step()
+        self.page, self.asking = Page(self.setup.every, self.ranks), {name: Asking() for name in self.optimizers}
         self.mean = {each: torch.zeros_like(each) for each in self.parameters}  # of the current step
-        self.visits: dict[Any, Visit] = {}
-        self.ended: set[Any] = set()  # the last batches that have been visited
-        self.clock = 1
-        self.asked = dict.fromkeys(self.optimizers, 0)  # when each has made its last request
-        self.reached = dict.fromkeys(self.optimizers, 0)  # when a pass has reached its models
-        self.recent_began = 0  # the last visit
+        self.held = set[str]()  # the optimizers that have gradients of the current step
+        self.is_weighed: bool | None = None  # whether the current step's weights are given
         self.assigned = set[str]()  # the optimizers whose gradients have been, with k > 1
         self.is_own = False  # whether gradients have been assigned, which each rank has of its own until the step
         self.is_pending = False  # whether there is a forward pass since the last pass or request
         self.last: Batch | None = None  # of the last forward pass since the last request
         self.skips = dict.fromkeys(self.optimizers, False)
         self.is_apart = False  # whether the ranks have loaded several states
-        self.shared: Any = None  # the visit of an accumulate() block
 
     def note(self) -> None:
         self.states.append(None if self.is_apart else [each.detach().clone() for each in self.parameters])
-        self.clock += 1
 
     # Batches.
 
@@ -139,7 +113,7 @@ class Plain(Machine):
         if which == "a" and self.setup.is_same:
             batch = data(self.setup.batch, SEEDS["a"]).tensors
             tensors = tuple(torch.cat([each] * (self.setup.samples // self.setup.batch)) for each in batch)
-        loop, size, samples = object(), self.ranks * self.setup.batch, len(tensors[0])
+        loop, size, samples = Loop(), self.ranks * self.setup.batch, len(tensors[0])
         first, self.starts[which] = self.starts[which], 0
         try:
             for start in range(first, samples, size):
@@ -150,10 +124,10 @@ class Plain(Machine):
                 yield batch
             self.positions[which] = 0
         except GeneratorExit:
-            self.left.add(loop)
+            loop.was_left = True
         finally:
             self.open.pop(loop, None)
-            self.over.add(loop)
+            loop.is_open = False
 
     def tensors(self, batch: Batch) -> Sequence[torch.Tensor]:
         return batch.tensors
@@ -205,7 +179,7 @@ class Plain(Machine):
             raise Unsaid("statistics of one row")
 
     def erase_grad(self, row: str) -> None:
-        if self.is_sharded and self.setup.every > 1 and self.now.state == "collecting":
+        if self.is_sharded and self.setup.every > 1 and self.page.state == "collecting":
             raise Unsaid("a write to gradients that are not sharded yet")
         super().erase_grad(row)
         self.mean[self.models["f"][-1].weight][int(row)].zero_()
@@ -226,7 +200,7 @@ class Plain(Machine):
                 raise Unsaid(f"plain torch refuses: {str(error)[:60]}") from None
             pairs = zip(trained, found, strict=True)
             parts.append(({each: gradient for each, gradient in pairs if gradient is not None}, batch))
-        if way == "assigned" and self.setup.every > 1 and self.now.state == "collecting":
+        if way == "assigned" and self.setup.every > 1 and self.page.state == "collecting":
             self.assigned |= {self.owner[each] for gradients, _ in parts for each in gradients}
         self.is_own = way == "assigned" and self.ranks > 1
         for each in trained if way == "assigned" else ():
@@ -249,28 +223,16 @@ class Plain(Machine):
         gradients = {each for part, _ in parts for each in part}
         models = [model for model in self.models.values() if not gradients.isdisjoint(model.parameters())]
         hit = {self.owner[each] for model in models for each in model.parameters()}
-        before = 1.0  # what the mean so far weighs from now on
         for batch in dict.fromkeys(batch for _, batch in parts):
-            before *= self.count(batch, hit, weight)
-        now = self.now
-        if self.is_mean:
-            if now.is_joint and any(len(sizes) > 1 for sizes in now.sizes.values()):
-                raise Refused("sizes of several loops")
-            for each, mean in self.mean.items():
-                if each.grad is not None:
-                    each.grad.add_(mean, alpha=before - 1)
-                mean.mul_(before)
+            self.count(batch, hit, weight)
+        weights = {each.source: share for each, share in zip(self.page.visits, self.page.weigh(), strict=True)}
         for part, batch in parts:
-            size = weight if weight is not None else self.size(batch)
-            if not self.is_mean:
-                self.leave_at(part, 0.0 if weight == 0 else 1.0)
-            elif now.is_joint:
-                self.leave_at(part, 1 / now.count)
-            else:
-                self.leave_at(part, size / now.total if now.total else 0.0)
-        self.reached |= dict.fromkeys(hit, self.clock)
-        now.hit |= hit
-        now.held |= hit
+            share = weights.get(self.page.block or batch.key, 0.0) if self.is_mean else 0.0 if weight == 0 else 1.0
+            self.leave_at(part, share)
+        for name in hit:
+            self.asking[name].passed = self.page.now
+            self.asking[name].is_reduced = self.page.state != "collecting"
+        self.held |= hit
         self.is_pending = False
 
     def leave_at(self, gradients: dict[Any, torch.Tensor], share: float) -> None:
@@ -279,90 +241,57 @@ class Plain(Machine):
             each.grad.add_(gradient, alpha=share)
             self.mean[each].add_(gradient, alpha=share)
 
-    def count(self, batch: Batch, hit: set[str], weight: float | None) -> float:
-        """Count a visit. Returns: what the mean so far weighs from now on."""
-        key = self.shared or batch.key
+    def count(self, batch: Batch, hit: set[str], weight: float | None) -> None:
+        """Count a pass: what has arrived so far weighs less by it."""
+        page, source, reached = self.page, self.page.block or batch.key, [self.asking[name] for name in hit]
         size = weight if weight is not None else self.size(batch)
-        visit = self.visits.get(key)
-        if visit is not None and (self.shared or any(self.asked[name] <= visit.began for name in hit)):
-            if visit.size != size and self.is_mean:
-                raise Unsaid("one visit, two sizes")
-            self.now.loops.add(batch.loop)
-            self.finish(batch)
-            return 1.0
-        self.visits[key] = Visit(self.clock, size)
-        self.recent_began = self.clock
-        if self.now.state == "taken":
-            if self.setup.every > 1 and hit & (self.now.held - self.now.stepped):
+        known, step, before = page.find(source, reached), page.steps, page.weigh()
+        if known is not None and known.total != size and self.is_mean:
+            raise Unsaid("one visit, two sizes")
+        if known is None and page.state == "taken":
+            if self.setup.every > 1 and any(self.asking[name] not in page.stepped for name in hit & self.held):
                 raise Unsaid("microbatches of two steps")
             self.restart()
-        now = self.now
-        if self.is_mean and now.is_weighed not in (None, weight is not None):
-            raise Refused("weights for a part of a step")
-        now.is_weighed = weight is not None
-        count, total = now.count, now.total
-        is_joined = (
-            count
-            and not self.shared
-            and batch.loop not in now.loops
-            and any(self.asked[name] <= now.began for name in hit)
-        )
-        if not is_joined:
-            now.count, now.began, now.loops, now.hit = count + 1, self.clock, set(), set()
-        now.loops.add(batch.loop)
-        now.sizes.setdefault(batch.loop, set()).add(size)
-        now.total += size
-        self.finish(batch)
-        now.visits += 1
-        if now.is_joint:
-            return count / now.count
-        return total / now.total if now.total else 0.0
-
-    def finish(self, batch: Batch) -> None:
-        """Whether the step is complete."""
-        is_end = batch.is_last and batch.key not in self.ended and batch.loop not in self.left
-        if is_end:
-            self.ended.add(batch.key)
-            self.now.ended.add(batch.key)
-        if self.now.state == "collecting" and (is_end or self.now.count >= self.setup.every):
-            self.now.state = "final"
+        if known is None and self.is_mean:
+            if self.is_weighed not in (None, weight is not None):
+                raise Refused("weights for a part of a step")
+            self.is_weighed = weight is not None
+        if page.take_in(source, None if batch.loop is NO_LOADER else batch, reached, size) is None:
+            raise Refused("sizes of several loops")
+        if self.is_mean and before and page.steps == step:
+            share = next((after / was for was, after in zip(before, page.weigh(), strict=False) if was), 0.0)
+            for each, mean in self.mean.items():
+                if each.grad is not None:
+                    each.grad.add_(mean, alpha=share - 1)
+                mean.mul_(share)
 
     def size(self, batch: Batch) -> float:
         return self.ranks if batch.loop is NO_LOADER else len(batch.tensors[0])
 
     def restart(self) -> None:
-        self.now = Step()
+        self.held, self.is_weighed = set(), None
         for each in self.mean.values():
             each.zero_()
 
     # Requests.
 
-    def is_due(self, name: str) -> bool:
-        now = self.now
-        if self.setup.every == 1 or now.state == "final" or (now.state == "taken" and name not in now.stepped):
-            return True
-        # What remains of a loop that was left: requested once more, without a further pass.
-        loops = now.loops - {NO_LOADER}
-        is_over = loops and loops <= self.over
-        return now.state == "collecting" and is_over and self.asked[name] > self.recent_began
-
     def step(self, name: str) -> None:
         if name not in self.optimizers:
             return
-        is_due, self.is_pending, self.is_own = self.is_due(name), False, False
-        self.asked[name], self.last = self.clock, None
+        is_due, self.is_pending, self.is_own = self.page.request(self.asking[name]), False, False
+        self.last = None
         if is_due and self.is_apart:
             raise Refused("states of their own")
         if is_due and name in self.assigned:
             raise Refused("gradients that were assigned while microbatches accumulate")
         if is_due:
             held = [each.grad for each in self.optimizers[name].param_groups[0]["params"] if each.grad is not None]
-            self.skips[name] = bool(self.now.count) and not self.now.total and not any(map(torch.any, held))
+            visits = self.page.visits
+            self.skips[name] = bool(visits) and not sum(each.total for each in visits) and not any(map(torch.any, held))
             if not self.skips[name]:
                 self.optimizers[name].step()
-            if self.now.count:
-                self.now.state = "taken"
-                self.now.stepped.add(name)
+            if visits:
+                self.page.take(self.asking[name])
 
     step_by_hand = step
 
@@ -381,27 +310,25 @@ class Plain(Machine):
 
     def give_up(self, names: set[str], parameters: Sequence[Any], how: str) -> None:
         """Zero, and drop what these optimizers have of the step, unless they are between two microbatches."""
-        now = self.now
-        if now.state == "taken" and self.setup.every > 1 and names & (now.held - now.stepped):
+        page, held = self.page, {self.asking[name] for name in names & self.held}
+        if page.state == "taken" and self.setup.every > 1 and held - page.stepped:
             raise Unsaid("a step that another optimizer has taken, and this one gives up")
-        is_held = now.state != "taken" and names & now.held
+        is_held = page.state != "taken" and held
         if self.setup.every > 1 and is_held:
-            is_final = now.state == "final" and names <= now.hit
-            last = max(self.reached[name] for name in names)
-            is_first = all(asked <= last for asked in self.asked.values())
-            if is_final and not is_first:
-                raise Unsaid("a step that was requested before it was final")
-            if not is_final and not is_first:
+            if not all(page.zeroes(each, True) for each in held):
+                if any(page.zeroes(each, True) for each in held):
+                    raise Unsaid("a step that one of two optimizers gives up")
                 return
-            if now.held - names:
+            if page.state == "final" and any(each.passed <= page.asked_last for each in held):
+                raise Unsaid("a step that was requested before it was final")
+            if self.held - names:
                 raise Unsaid("a step that one of two optimizers gives up")
         self.clear(parameters, how)
-        now.held -= names
+        self.held -= names
         self.assigned -= names
-        if is_held and not now.held:
-            self.ended -= now.ended
+        if is_held and not self.held:
+            page.give_up()
             self.restart()
-            self.visits.clear()
 
     def clear(self, parameters: Sequence[Any], how: str) -> None:
         for each in parameters:
@@ -425,12 +352,14 @@ class Plain(Machine):
 
     def is_ahead(self) -> bool:
         """Whether a microbatch has begun whose pass is still to come."""
-        return self.setup.every > 1 and (self.is_pending or (self.shared and self.shared not in self.visits))
+        return self.setup.every > 1 and (
+            self.is_pending or (bool(self.page.block) and self.page.find(self.page.block, ()) is None)
+        )
 
     def is_due_now(self) -> bool:
         if self.setup.every == 1:
             return True
-        return self.now.state != "collecting"
+        return self.page.state != "collecting"
 
     def read(self, what: str) -> None:
         if what == "sync" and self.is_ahead():
@@ -450,10 +379,10 @@ class Plain(Machine):
         self.is_apart = any(not torch.equal(state[name], first[name]) for state in others for name in trained)
 
     def save(self) -> None:
-        now = self.now
-        if now.state == "final" or (now.state == "taken" and now.held - now.stepped):
+        page, held = self.page, {self.asking[name] for name in self.held}
+        if page.state == "final" or (page.state == "taken" and held - page.stepped):
             raise Unsaid("a save before the step")
-        is_open = now.state == "collecting" and now.count
+        is_open = page.state == "collecting" and page.visits
         self.has_saved = True
         self.saved = copy.deepcopy(
             (
@@ -464,7 +393,7 @@ class Plain(Machine):
                 self.positions,
             )
         )
-        self.saved_step = copy.deepcopy(now) if is_open else Step()
+        self.saved_step = (list(page.visits), set(self.held), self.is_weighed) if is_open else ([], set(), None)
 
     def restore(self) -> None:
         self.prepare()
@@ -475,15 +404,16 @@ class Plain(Machine):
         for optimizer, state in zip(self.optimizers.values(), states, strict=True):
             optimizer.load_state_dict(state)
         self.positions, self.starts = dict(positions), dict(positions)
-        self.now = copy.deepcopy(self.saved_step)
-        self.now.began = 0
-        self.asked = dict.fromkeys(self.optimizers, self.clock)
-        self.recent_began = self.clock
+        visits, held, self.is_weighed = self.saved_step
+        self.held = set(held)
+        self.page.resume(visits)
+        for each in self.asking.values():
+            each.asked = self.page.now
 
     def enter_block(self) -> None:
         self.block.close()
-        self.shared = object()
-        self.block.callback(setattr, self, "shared", None)
+        self.page.block = object()
+        self.block.callback(setattr, self.page, "block", None)
 
 
 class Verdict(NamedTuple):

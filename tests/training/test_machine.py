@@ -1,7 +1,8 @@
-"""The machine of a step against docs/exactness.md, written down once more from the page: random scripts of passes,
-requests, `zero_grad()`, blocks and loops, in which both decide alike. `python tests/training/test_machine.py 100000`
-plays as many; with `mutants`, it drops each rule and changes each condition in turn, and says which changes nobody
-notices.
+"""The machine of a step against docs/exactness.md, written down once more from the page (`step_page.py`): random
+scripts of passes, requests, `zero_grad()`, blocks and loops, in which both decide alike.
+
+`python tests/training/test_machine.py 100000` plays as many; with `mutants`, it drops each rule and changes each
+condition in turn, and says which changes nobody notices.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import pytest
 from unisono.training import machine as real
 from unisono.training import rules
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 
 import exactness
+from step_page import Page
 
 RANKS = 4
 
@@ -59,116 +62,6 @@ class Optimizer:
         self.is_reduced = False
 
 
-class PageVisit:
-    def __init__(self, source: object, batch: Batch | None, time: int) -> None:
-        self.source, self.began, self.microbatch = source, time, time
-        self.loops = [batch.loop if batch else None]
-        self.total = float(batch.total) if batch else RANKS
-
-
-class Page:
-    """Sections 1 and 2 of docs/exactness.md."""
-
-    def __init__(self, k: float, parts: int = 0) -> None:
-        self.k, self.parts, self.now, self.asked_last = k, parts, 0, 0
-        self.state, self.visits = "collecting", list[PageVisit]()
-        self.stepped, self.steps = set[Optimizer](), 0
-        self.seen, self.seen_before = dict[Loop, int](), dict[Loop, int]()
-        self.block: object = None
-
-    def is_over(self, time: int, reached: list[Optimizer]) -> bool:
-        return all(each.asked >= time for each in reached)
-
-    def last(self) -> list[PageVisit]:
-        return [each for each in self.visits if each.microbatch == self.visits[-1].microbatch] if self.visits else []
-
-    def are_joint(self, visits: list[PageVisit]) -> bool:
-        microbatches = [each.microbatch for each in visits]
-        return len(set(microbatches)) < len(microbatches) or {each.loops[0] is None for each in visits} == {True, False}
-
-    def refuses(self, visit: PageVisit) -> bool:
-        """Section 4: microbatches that count the same have one size in each loop; those so far were not scaled."""
-        after = [*self.visits, visit]
-        sizes = {(each.loops[0], each.total) for each in after}
-        is_scaled = not self.are_joint(self.visits) and len({each.total for each in self.visits}) > 1
-        return (
-            self.are_joint(after)
-            and not self.parts
-            and (len(sizes) > len({each.loops[0] for each in after}) or is_scaled)
-        )
-
-    def weigh(self) -> list[float]:
-        """Of each visit, the weight of a gradient that is the mean over all samples of its microbatch."""
-        totals = [each.total for each in self.visits]
-        if self.k == 1 or self.parts:  # of the sum over the virtual ranks, whose factor is 1 / V
-            return [1.0 for _ in totals]
-        if self.are_joint(self.visits):
-            return [1 / len({each.microbatch for each in self.visits}) for _ in totals]
-        return [each / sum(totals) for each in totals]
-
-    def take_in(self, source: object, batch: Batch | None, reached: list[Optimizer]) -> None:
-        visit = next((each for each in reversed(self.visits) if each.source is source), None)
-        if visit is None or (source is not self.block and self.is_over(visit.began, reached)):
-            if self.state == "taken":
-                self.begin_step(self.steps + 1)
-            self.now += 1
-            visit = PageVisit(source, batch, self.now)
-            last = self.last()
-            joins = (
-                last
-                and self.block is None
-                and self.k != math.inf
-                and visit.loops[0] not in [each.loops[0] for each in last]
-            )
-            if joins and not self.is_over(last[0].microbatch, reached):
-                visit.microbatch = last[0].microbatch
-            if self.k > 1 and self.visits and self.refuses(visit):
-                return
-            self.visits.append(visit)
-        elif source is self.block:
-            visit.loops += [batch.loop if batch else None]
-        else:
-            return
-        is_new = batch is not None and batch.number > self.seen.get(batch.loop, 0)
-        ends = self.k != math.inf and not self.parts and batch is not None and is_new and batch.is_last()
-        if self.k == 1 or ends or len({each.microbatch for each in self.visits}) >= self.k:
-            self.state = "taken" if self.state == "taken" else "final"
-        if batch is not None:
-            self.seen[batch.loop] = max(batch.number, self.seen.get(batch.loop, 0))
-
-    def begin_step(self, number: int) -> None:
-        self.state, self.visits, self.stepped, self.steps = "collecting", [], set(), number
-        self.seen_before = dict(self.seen)
-
-    def request(self, optimizer: Optimizer) -> bool:
-        before = optimizer.asked
-        self.now += 1
-        optimizer.asked = self.asked_last = self.now
-        if self.k == 1 or self.state == "final":
-            return True
-        if self.state == "taken":
-            return optimizer not in self.stepped
-        loops = [loop for each in self.last() for loop in each.loops if loop is not None]
-        was_left = bool(loops) and not any(each.is_open for each in loops)
-        return was_left and all(before > each.began for each in self.last())
-
-    def take(self, optimizer: Optimizer) -> None:
-        self.now += 1
-        self.state = "taken"
-        self.stepped.add(optimizer)
-
-    def zeroes(self, optimizer: Optimizer, is_of_step: bool) -> bool:
-        if self.k == 1 or self.parts or optimizer in self.stepped or not is_of_step:
-            return True
-        is_final = optimizer.is_reduced and optimizer.passed >= self.visits[-1].microbatch
-        return is_final or optimizer.passed > self.asked_last
-
-    def give_up(self) -> None:
-        if self.state != "taken" and self.visits and not self.parts:
-            self.seen = dict(self.seen_before)
-            self.begin_step(self.steps)
-
-
 class Script:
     """One random script; the machine, and the page beside it."""
 
@@ -177,7 +70,7 @@ class Script:
         self.k = self.draw.choice([1, 2, 2, 3, math.inf])
         self.tail = self.draw.choice([4, 4, 3])
         self.parts = RANKS if self.k in (2, 3) and self.draw.random() < 0.3 else 0
-        self.machine, self.page = module.Machine(self.k, self.parts), Page(self.k, self.parts)
+        self.machine, self.page = module.Machine(self.k, self.parts), Page(self.k, RANKS, self.parts)
         self.optimizers = [Optimizer(module.Held(self.machine)) for _ in range(2)]
         self.loops: list[Loop | None] = [None, None]
         self.batches: list[Batch] = []
@@ -245,7 +138,7 @@ class Script:
         batch = self.draw.choice([*self.batches[-3:], None])
         reached = self.optimizers if self.draw.random() < 0.5 else [self.draw.choice(self.optimizers)]
         source = self.machine.block or batch or self.module.ELSEWHERE
-        self.page.take_in(source, batch, reached)
+        self.page.take_in(source, batch, reached, RANKS if batch is None else batch.total)
         machine = self.machine
         step, known = machine.find_visit(source, lambda: reached)
         if known is None:
