@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 
@@ -14,6 +13,10 @@ class Visit:
     def __init__(self, source: object, loop: Any, total: float, time: int) -> None:
         self.source, self.began, self.microbatch = source, time, time
         self.loops, self.total = [loop], float(total)
+
+
+class _Loop:
+    is_open = True
 
 
 class Page:
@@ -134,7 +137,7 @@ class Page:
         """Continue in the middle of a step, with loops that go on: its visits are over for each optimizer."""
         last = max((each.microbatch for each in visits), default=0)
         self.visits = [copy.copy(each) for each in visits]
-        going_on = {loop: SimpleNamespace(is_open=True) for each in visits for loop in each.loops if loop is not None}
+        going_on = {loop: _Loop() for each in visits for loop in each.loops if loop is not None}
         for each in self.visits:
             each.microbatch -= last
             each.loops = [going_on.get(loop) for loop in each.loops]
