@@ -42,8 +42,9 @@ class Setup(NamedTuple):
         optimizer: "sgd" (with momentum) or "adam".
         is_same: whether loader a delivers the same tensors again and again, one batch per rank as often as it can.
         net: what f begins with: "plain", a layer; "sparse", one with a table, whose gradients are sparse; "routed", two
-            layers, of which each sample goes through one; "norm", one with batch normalisation.
+            layers, of which each sample goes through one; "norm", one with batch normalisation; "noisy", with dropout.
         is_bare: whether a parameter of no model is trained, by the optimizer of f.
+        virtual: the number of virtual ranks; 0 for none.
     """
 
     samples: int = 11
@@ -55,6 +56,7 @@ class Setup(NamedTuple):
     is_same: bool = False
     net: str = "plain"
     is_bare: bool = False
+    virtual: int = 0
 
 
 class Program(NamedTuple):
@@ -121,6 +123,7 @@ def networks(setup: Setup, is_sparse: bool = True) -> dict[str, nn.Module]:
         "sparse": lambda: [Looked(is_sparse)],
         "routed": lambda: [Routed()],
         "norm": lambda: [nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)],
+        "noisy": lambda: [nn.Linear(3, 4), nn.Dropout(0.3)],
     }
     made: dict[str, nn.Module] = {"f": nn.Sequential(*first[setup.net](), nn.Tanh(), nn.Linear(4, 3)).double()}
     if setup.layout == "two":
@@ -372,7 +375,9 @@ class Ranked(Machine):
             gradient_accumulation_steps=setup.every,
             strategy=kinds[self.strategy](find_unused_parameters=setup.net == "routed"),
             project_dir=self.directory,
-            sync_batchnorm=setup.net == "norm",
+            sync_batchnorm=setup.net == "norm" and not setup.virtual,
+            virtual_ranks=setup.virtual or None,
+            seed=1 if setup.virtual else None,
         )
         models = networks(setup)
         steppers = optimizers(setup, models)
@@ -497,6 +502,11 @@ class Ranked(Machine):
     def restore(self) -> None:
         self.prepare()
         self.accelerator.load_state()
+
+    def load(self) -> None:
+        """What another program has saved, at the beginning of this one."""
+        self.begin()
+        self.restore()
 
     def keep_state(self) -> Any:
         if self.strategy == "fsdp":
@@ -655,9 +665,16 @@ def run_here(program: Program, strategy: str, directory: str) -> Outcome:
 
 
 def run_programs(
-    mode: Mode, programs: Sequence[Program], strategy: str = "ddp", note: Callable[[int], None] = lambda _: None
+    mode: Mode,
+    programs: Sequence[Program],
+    strategy: str = "ddp",
+    note: Callable[[int], None] = lambda _: None,
+    saved: str | None = None,
 ) -> list[list[Outcome]]:
     """Run programs on all ranks of a mode, many in one world; after an error the next ones have a new one.
+
+    Args:
+        saved: where the programs save and load, each in the directory of its number; None: where each one is alone.
 
     Returns:
         For each program the outcomes by rank; of ranks that were stopped before they had one, none.
@@ -668,7 +685,8 @@ def run_programs(
             place = os.path.join(directory, str(len(found)))
             os.mkdir(place)
             with contextlib.suppress(Exception):  # it is in the outcomes
-                mode.run(_body(programs[len(found) :], strategy, place))
+                here = [saved and os.path.join(saved, str(each)) for each in range(len(found), len(programs))]
+                mode.run(_body(programs[len(found) :], strategy, place, here))
             by_rank = [_read(os.path.join(place, str(rank))) for rank in range(mode.ranks)]
             # Ranks that have not failed are in a later program when they hear of it.
             ends = [len(each) for each in by_rank if not each or each[-1].error is not None] or map(len, by_rank)
@@ -678,12 +696,12 @@ def run_programs(
     return found[: len(programs)]
 
 
-def _body(programs: Sequence[Program], strategy: str, place: str) -> Callable[[], None]:
+def _body(programs: Sequence[Program], strategy: str, place: str, saved: Sequence[str | None]) -> Callable[[], None]:
     def body() -> None:
         with open(os.path.join(place, str(current_world().rank)), "wb", buffering=0) as file:
             for number, program in enumerate(programs):
                 try:
-                    outcome = run_here(program, strategy, os.path.join(place, f"saved-{number}"))
+                    outcome = run_here(program, strategy, saved[number] or os.path.join(place, f"saved-{number}"))
                 except Exception as error:
                     pickle.dump(in_main_memory(tuple(error.outcome)), file)  # type: ignore[attr-defined]
                     raise

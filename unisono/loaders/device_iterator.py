@@ -121,7 +121,11 @@ class DeviceIterator:
             self._loop = self._received = None
             if isinstance(error, EndOfChannel):
                 if received.last is not None and received.last.draw is not None:
-                    received.last.draw.seed_behind()
+                    around = next((each.last for each in self._deliveries.open_loops()), None)
+                    if around is not None and around.draw is not None:
+                        around.draw.seed_batch()  # as if this loop, of an evaluation, had not been
+                    else:
+                        received.last.draw.seed_behind()
                 lane.progress.has_ended = True
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would end as if the data had

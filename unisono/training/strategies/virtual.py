@@ -155,7 +155,7 @@ class VirtualEngine(Engine):
             )
         visits = [each for each in self._steps.step.visits if each.loop is visit.loop and each.batch is not None]
         draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
-        if any(each.round != draw.round for each in draws) or len({*draws}) < len(draws):
+        if any(each.round != draw.round for each in draws) or len({*draws}) < len(draws) or self._has_left(visit):
             raise RuntimeError(
                 f"a step of the {self.name} has a batch twice, or not each of a round's: with virtual_ranks each batch "
                 "has its passes before optimizer.step() is called for it, once, and none is left out; leave a loop "
@@ -168,6 +168,11 @@ class VirtualEngine(Engine):
             )
         self.gradients.note_others()  # to find what is changed by hand
         super().begin_pass(False, visit)
+
+    def _has_left(self, visit: Visit) -> bool:
+        """Whether a loop of this step, before that of the visit, was left in the middle of its round."""
+        loops = [each.batch.loop for each in self._steps.step.visits if each.batch and each.loop is not visit.loop]
+        return any(not each.is_open and not each.is_exhausted for each in loops)
 
     def is_due(self, optimizer: Optimizer) -> bool:
         return optimizer not in self._reduced
@@ -210,6 +215,9 @@ class VirtualEngine(Engine):
                 f"torch.set_num_threads({torch.get_num_threads()}) was called after the Accelerator was made: with "
                 "virtual_ranks each rank computes with one thread, since kernels add in an order that depends on it"
             )
+        for visit in self._steps.step.visits:
+            if visit.batch is not None:
+                self._check_drawn(visit.batch)
         last.draw.seed_step()
         world, (ranks, tree) = self._world, self._sums.pop(optimizer)
         del self._asked[optimizer]
@@ -235,6 +243,15 @@ class VirtualEngine(Engine):
             each.grad = total.clone() if mine is None else mine if mine is total else mine.copy_(total)
         self._reduced[optimizer] = True
         self.gradients.note_reduction(self._steps.factor())
+
+    def _check_drawn(self, batch: Batch) -> None:
+        """Refuse a step after its loop has gone on to the next round, whose random numbers the step would change."""
+        last = batch.loop.last
+        if last and last.draw is not None and batch.draw is not None and last.draw.round != batch.draw.round:
+            raise RuntimeError(
+                f"the first batch of the next round was drawn before a step of the {self.name}: with virtual_ranks "
+                "random numbers are those of the batch that was drawn last; draw each batch after optimizer.step()"
+            )
 
     def note_step(self, optimizer: Optimizer) -> None:
         super().note_step(optimizer)
