@@ -259,6 +259,10 @@ class Communicator(Protocol):
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Reduce over the ranks and return this rank's part along dim 0, whose size must be a multiple of `size`."""
 
+    def all_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return what all ranks have for this one, in rank order: of each, the part of this rank's number along dim 0,
+        whose size must be a multiple of `size`; copies, as in `all_gather`."""
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Overwrite the tensor with the root's, in place, and return it."""
 

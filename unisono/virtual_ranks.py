@@ -125,20 +125,20 @@ def fold_over_ranks(
     virtual: VirtualRanks,
     ranks: int,
     own: Mapping[Node, T],
-    gather: Callable[[list[T]], list[list[T]]],
+    exchange: Callable[[list[T]], list[list[T]]],
     add: Callable[[T, T], T],
 ) -> T:
     """The sum over all virtual ranks, of the sums of each rank. A collective if there are several.
 
     Args:
         own: this rank's sums, by their nodes.
-        gather: returns the lists of all ranks, in their order.
+        exchange: returns the lists of all ranks, in their order; of each, the slice that this one adds up.
     """
     tree = Tree(virtual.count, add)
     nodes = [sums_of(VirtualRanks.carried_by(rank, ranks, virtual.count)) for rank in range(ranks)]
     mine = [own[each] for each in sums_of(virtual)]
     mine += mine[:1] * (max(map(len, nodes)) - len(mine))  # as many on each rank
-    found = gather(mine) if ranks > 1 else [mine]
+    found = exchange(mine) if ranks > 1 else [mine]
     for its, sums in zip(nodes, found, strict=True):
         for node, value in zip(its, sums, strict=False):
             tree.put_sum(node, value)

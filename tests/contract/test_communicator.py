@@ -86,6 +86,7 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], Any]]:
         "all_reduce": lambda: comm.all_reduce(tensor),
         "all_gather": lambda: comm.all_gather(tensor),
         "reduce_scatter": lambda: comm.reduce_scatter(tensor),
+        "all_to_all": lambda: comm.all_to_all(tensor),
         "broadcast": lambda: comm.broadcast(tensor),
         "all_gather_object": lambda: comm.all_gather_object("mine"),
         "broadcast_object": lambda: comm.broadcast_object("mine"),
@@ -94,7 +95,7 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], Any]]:
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_gather_object", "broadcast_object")
-COLLECTIVES += ("barrier",)
+COLLECTIVES += ("all_to_all", "barrier")
 
 
 # What they are.
@@ -133,6 +134,24 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_fold_whatever_the_type(r
         assert found == [(True, fold(op, ranks.size, dtype)[part]) for dtype, op in REDUCTIONS]
 
 
+def test_all_to_all_gives_each_rank_what_all_have_for_it_whatever_the_type(ranks):
+    # More than a block of shared memory, and rows of several numbers.
+    lengths, dtypes = (1, 3, 2**19), (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
+
+    def exchange(comm):
+        found = []
+        for length, dtype in [(each, torch.float64) for each in lengths] + [(2, each) for each in dtypes]:
+            brought = torch.full((comm.size * length, 2), float(comm.rank)).to(dtype)
+            brought[:, 1] = torch.arange(comm.size).repeat_interleave(length).to(dtype)
+            parts = comm.all_to_all(brought.t().contiguous().t())  # a view with strides
+            wanted = [torch.tensor([rank, comm.rank]).to(dtype).expand(length, 2) for rank in range(comm.size)]
+            found.append([torch.equal(part, each) for part, each in zip(parts, wanted, strict=True)])
+            parts[0].zero_()  # a copy
+        return found
+
+    assert ranks.run(exchange) == [[[True] * ranks.size] * (len(lengths) + len(dtypes))] * ranks.size
+
+
 def test_all_reduce_works_in_place_and_returns_its_tensor(ranks):
     def reduce(comm):
         tensor = torch.full((3,), comm.rank + 1.0)
@@ -165,11 +184,16 @@ def test_an_empty_tensor_passes_through_every_collective(ranks):
                 [each.shape for each in comm.all_gather(tensor)],
                 comm.broadcast(tensor).shape,
                 comm.reduce_scatter(tensor).shape,
+                [each.shape for each in comm.all_to_all(tensor)],
             )
             for tensor in map(torch.empty, shapes)
         ]
 
-    oracle = [(shape, [shape] * ranks.size, shape, (shape[0] // ranks.size, *shape[1:])) for shape in shapes]
+    parts = [(shape[0] // ranks.size, *shape[1:]) for shape in shapes]
+    oracle = [
+        (shape, [shape] * ranks.size, shape, part, [part] * ranks.size)
+        for shape, part in zip(shapes, parts, strict=True)
+    ]
     assert ranks.run(pass_through) == [oracle] * ranks.size
 
 
@@ -209,6 +233,7 @@ def test_what_lies_in_main_memory_is_reduced_and_moved_there_whatever_the_rank_s
     def body(comm: Communicator) -> tuple[list[Any], set[torch.device]]:
         own = torch.tensor([comm.rank, 1], device=HOST)
         results = [comm.all_reduce(own.clone()), comm.reduce_scatter(own.repeat(comm.size))[:1]]
+        assert {each.device for each in comm.all_to_all(own.repeat(comm.size))} == {HOST}
         results += [comm.broadcast(own.clone(), comm.size - 1), *comm.all_gather(own)]
         return [each.tolist() for each in results], {each.device for each in results}
 
@@ -433,6 +458,7 @@ def refusals(comm: Communicator) -> dict[str, tuple[Callable[[], Any], str]]:
         "a root that is no rank": (lambda: comm.broadcast(ones, size), f"root={size} is not a rank in a world"),
         "a negative root": (lambda: comm.broadcast_object(None, -1), f"root=-1 is not a rank in a world of {size}"),
         "parts of a number": (lambda: comm.reduce_scatter(torch.tensor(1.0)), f"pad dim 0 to a multiple of {size}"),
+        "parts of unequal sizes": (lambda: comm.all_to_all(torch.ones(())), f"pad dim 0 to a multiple of {size}"),
         "unequal parts": (lambda: comm.reduce_scatter(torch.ones(size + 1, 2)), f"is [{size + 1}, 2]; pad dim"),
     }
 

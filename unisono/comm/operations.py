@@ -157,12 +157,12 @@ def check_root(root: int, size: int) -> None:
         raise ValueError(f"root={root} is not a rank in a world of {size}; ranks are 0 to {size - 1}")
 
 
-def check_scatter(tensor: torch.Tensor, size: int) -> None:
+def check_scatter(tensor: torch.Tensor, size: int, name: str = "reduce_scatter") -> None:
     """Check that a tensor can be split into `size` equal parts along dim 0; ValueError if its first dimension is
     missing or not a multiple of `size`."""
     if tensor.ndim == 0 or tensor.shape[0] % size:
         raise ValueError(
-            f"reduce_scatter over {size} ranks splits dim 0 into equal parts, but the shape is {list(tensor.shape)}; "
+            f"{name} over {size} ranks splits dim 0 into equal parts, but the shape is {list(tensor.shape)}; "
             f"pad dim 0 to a multiple of {size}"
         )
 

@@ -169,6 +169,18 @@ class ProcessCommunicator:
 
         return self._run(self._call_on("reduce_scatter", tensor, op), scatter)
 
+    def all_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        check_tensor(tensor, "all_to_all")
+        check_scatter(tensor, self.size, "all_to_all")
+
+        def exchange() -> list[torch.Tensor]:
+            sent = self._on_host(_as_bytes(tensor))
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent)
+            return list(received.to(tensor.device).view(tensor.dtype).view(tensor.shape).chunk(self.size))
+
+        return self._run(self._call_on("all_to_all", tensor), exchange)
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)

@@ -90,6 +90,14 @@ class ThreadCommunicator:
         return part.to(tensor.device, copy=True)
 
     @torch.no_grad()
+    def all_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        check_tensor(tensor, "all_to_all")
+        check_scatter(tensor, self.size, "all_to_all")
+        shown = self.meet(Call.on("all_to_all", tensor), tensor, lambda all_: [each.clone() for each in all_])
+        # As in `all_gather`.
+        return [each.chunk(self.size)[self.rank].to(tensor.device, copy=True) for each in shown]
+
+    @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)

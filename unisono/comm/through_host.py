@@ -54,6 +54,10 @@ class ThroughHostCommunicator(Generic[C]):
         return self.inner.reduce_scatter(self._copy_to_host(tensor, "reduce_scatter"), op).to(tensor.device)
 
     @torch.no_grad()
+    def all_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [each.to(tensor.device) for each in self.inner.all_to_all(self._copy_to_host(tensor, "all_to_all"))]
+
+    @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         host = self._copy_to_host(tensor, "broadcast")
         return tensor.copy_(self.inner.broadcast(host, root))

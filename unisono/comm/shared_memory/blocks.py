@@ -76,21 +76,15 @@ class Blocks:
 
     def reduce_scatter(self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
         """Reduce the parts of this rank's number, of all ranks, into `output`."""
-        length, start = output.shape[0], 0
-        # A slot holds a piece for each rank.
-        capacity = self._slot_bytes // output.itemsize // self.size
-        while start < length or not start:
-            block = output[start : start + capacity]
-            width = block.shape[0]
-            pieces = [slot.view(self.size, width) for slot in self._slots(output.dtype, self.size * width)]
-            for part, piece in zip(parts, pieces[self.rank], strict=True):
-                piece.copy_(part[start : start + width])
-            if start:
-                self._here.meet()
-            else:  # the first block: compare what the ranks do
-                self._here.enter(action)
-            fold_into(block, [each[self.rank] for each in pieces], op)
-            start += capacity
+        for start, pieces in self._exchange(action, parts):
+            fold_into(output[start : start + pieces[0].shape[0]], pieces, op)
+
+    def all_to_all(self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Copy the parts of this rank's number, of all ranks, into `output`, one after another."""
+        found = output.view(self.size, output.shape[0] // self.size)
+        for start, pieces in self._exchange(action, parts):
+            for own, piece in zip(found, pieces, strict=True):
+                own[start : start + piece.shape[0]].copy_(piece)
 
     def barrier(self, action: str, timeout_s: float | None = None) -> None:
         """Wait for all ranks; None is the group's timeout."""
@@ -134,6 +128,24 @@ class Blocks:
             else:  # the first block: compare what the ranks do
                 self._here.enter(action)
             yield block, slots
+            start += capacity
+
+    def _exchange(self, action: str, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Yield each block of the parts, one for each rank, once all ranks have shown theirs: where it begins, and what
+        the ranks have shown for this one."""
+        (length,), dtype, start = parts[0].shape, parts[0].dtype, 0
+        # A slot holds a piece for each rank.
+        capacity = self._slot_bytes // dtype.itemsize // self.size
+        while start < length or not start:
+            width = min(capacity, length - start)
+            pieces = [slot.view(self.size, width) for slot in self._slots(dtype, self.size * width)]
+            for part, piece in zip(parts, pieces[self.rank], strict=True):
+                piece.copy_(part[start : start + width])
+            if start:
+                self._here.meet()
+            else:  # the first block: compare what the ranks do
+                self._here.enter(action)
+            yield start, [each[self.rank] for each in pieces]
             start += capacity
 
     def _slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:

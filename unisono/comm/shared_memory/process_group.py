@@ -2,8 +2,9 @@
 
 DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own torch.distributed calls use it like any
 other group. All ranks compare their calls before any data is moved. gloo carries out what is needed rarely: messages
-between two ranks, reductions to one, gather, scatter, all-to-all, sparse tensors, lists of tensors that are reduced to
-one; and everything if ranks share no memory, as on several machines. Results, futures and kinds of errors are gloo's.
+between two ranks, reductions to one, gather, scatter, all-to-all of unequal parts, sparse tensors, lists of tensors
+that are reduced to one; and everything if ranks share no memory, as on several machines. Results, futures and kinds of
+errors are gloo's.
 
 A call that gloo does not carry out is complete when it returns, with `async_op` too: its work then waits for nothing.
 
@@ -232,6 +233,21 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         ]
         return self._reduce_scatter(outputs, parts, opts)
 
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+        *opts: Any,
+    ) -> Any:
+        is_like = output.shape == tensor.shape and output.dtype == tensor.dtype
+        if output_sizes or sizes or not is_like or not tensor.ndim or len(tensor) % self.size():
+            return self._all_to_all_by_gloo(output, tensor, [*output_sizes], [*sizes], *opts)
+        flat = _flat(tensor)
+        parts = flat.view(self.size(), len(flat) // self.size()).unbind()
+        return self._in_place("all_to_all_single", [output], None, self._blocks.all_to_all, parts=[parts])
+
     @_in_any_form(BarrierOptions)
     def barrier(self, opts: Any) -> Any:
         with self.here.lock:
@@ -253,6 +269,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # What gloo carries out.
@@ -270,8 +287,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     gather = _by_gloo_together("gather")
     scatter = _by_gloo_together("scatter")
     alltoall = _by_gloo_together("alltoall")
-    alltoall_base = all_to_all_single = _by_gloo_together("alltoall_base")
     allgather_coalesced = _by_gloo_together("allgather_coalesced")
+    _all_to_all_by_gloo = _by_gloo_together("alltoall_base")
     _allreduce_by_gloo = _by_gloo_together("allreduce")
     _allreduce_coalesced_by_gloo = _by_gloo_together("allreduce_coalesced")
     _broadcast_by_gloo = _by_gloo_together("broadcast")

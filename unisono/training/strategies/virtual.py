@@ -276,21 +276,24 @@ class VirtualEngine(Engine):
         if world.comm.size == 1:
             yield from ((each, tree.total()[each].div_(virtual.count)) for each in keys)
             return
-        nodes = sums_of(virtual)
-        are_two = world.comm.size == 2 and virtual.count % 2 == 0  # one sum each, and a + b is b + a
+        nodes, size = sums_of(virtual), world.comm.size
+        are_two = size == 2 and virtual.count % 2 == 0  # one sum each, and a + b is b + a
         for bucket in buckets(keys):
-            own = {node: _flatten(bucket, tree.sums[node]) for node in nodes}
-
-            def gather(sums: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-                return [list(each.unbind(0)) for each in world.comm.all_gather(torch.stack(sums))]
-
+            lengths = [each.numel() for each in bucket]
+            room = 0 if are_two else -sum(lengths) % size  # as many for each rank
+            own = {node: _flatten(bucket, tree.sums[node], room) for node in nodes}
             if are_two:
-                total = world.comm.all_reduce(own[nodes[0]])
+                total = world.comm.all_reduce(own[nodes[0]]).div_(virtual.count)
             else:
-                total = fold_over_ranks(virtual, world.comm.size, own, gather, torch.Tensor.add_)
-            total.div_(virtual.count)
-            for each, piece in zip(bucket, total.split([each.numel() for each in bucket]), strict=True):
+                part = fold_over_ranks(virtual, size, own, self._exchange, torch.Tensor.add_).div_(virtual.count)
+                total = torch.cat(world.comm.all_gather(part))
+            for each, piece in zip(bucket, total.split([*lengths, room]), strict=False):
                 yield each, piece.view_as(each)
+
+    def _exchange(self, sums: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Of each rank, its sums in the slice that this one adds up: as much is sent as in a ring all-reduce."""
+        slices = [each.view(self._world.comm.size, -1) for each in sums]
+        return [list(each[0].unbind()) for each in self._world.comm.all_to_all(torch.stack(slices, 1))]
 
     def reduce_assigned(self, part: float) -> None:
         raise ValueError(
@@ -308,8 +311,10 @@ def _add(one: _Tensors, other: _Tensors) -> _Tensors:
     return one
 
 
-def _flatten(bucket: list[torch.Tensor], values: _Tensors) -> torch.Tensor:
-    return torch.cat([(values[each] if each in values else torch.zeros_like(each)).reshape(-1) for each in bucket])
+def _flatten(bucket: list[torch.Tensor], values: _Tensors, room: int) -> torch.Tensor:
+    """The values of a bucket, one after another, and so many zeros."""
+    pieces = [(values[each] if each in values else torch.zeros_like(each)).reshape(-1) for each in bucket]
+    return torch.cat([*pieces, bucket[0].new_zeros(room)] if room else pieces)
 
 
 class VirtualStrategy(Strategy):
