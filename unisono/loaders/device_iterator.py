@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
+from unisono.randomness import seeded
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
 from unisono.world import World
 
@@ -163,7 +165,8 @@ class DeviceIterator:
         if self._loop is None:
             return True
         while not self._ahead or _is_failed(self._ahead[-1]):
-            with self._loop.track.span(FETCH):
+            # The loop goes on with the random numbers of its batch.
+            with self._loop.track.span(FETCH), seeded(0) if self.num_virtual is not None else nullcontext():
                 try:
                     # Kept for the next `__next__`: the loop is still at the batch before it.
                     self._ahead.append(Outcome(value=self._receive()))

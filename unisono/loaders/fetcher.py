@@ -67,7 +67,8 @@ class Fetcher:
         """Make the requested batch. `is_seeded`: the process's generators are seeded for each sample (with
         `__getitems__`, each batch) from (seed, epoch, position), so that its augmentation depends on nothing else."""
         try:
-            return self._make_seeded(request) if is_seeded else self._make(request, False)
+            draws = is_seeded and not self._has_rows  # which are indexed
+            return self._make_seeded(request) if draws else self._make(request, False)
         except StopIteration as stop:
             raise RuntimeError(
                 "the dataset or collate_fn raised StopIteration, which does not mark the end of the data"

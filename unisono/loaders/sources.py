@@ -38,7 +38,7 @@ from unisono.loaders.sharding import (
     rounds,
 )
 from unisono.outcome import Outcome
-from unisono.randomness import seed_of, seeded
+from unisono.randomness import drawing, seed_of
 from unisono.tree import take
 from unisono.virtual_ranks import Draw
 
@@ -154,12 +154,13 @@ def one_by_one(begun: Begun, rule: Rule, count: int, seed: int, reads_here: bool
 
     Args:
         count: as many on each rank: one that carries fewer gets a batch again, which does not count.
-        reads_here: whether the loop's thread reads: what is drawn while a round is read then has a seed of its own.
+        reads_here: whether the loop's thread reads: what is drawn while a round is read then has a seed of its own, and
+            the batch that is delivered seeds the generators again.
     """
     before = begun.position
     while True:
         at = seed, begun.epoch, before["offset"]
-        with seeded(seed_of("read", *at)) if reads_here else nullcontext():
+        with drawing(seed_of("read", *at)) if reads_here else nullcontext():
             pieces = next(begun.pieces, None)
         if pieces is None:
             return

@@ -86,8 +86,8 @@ class HeldGradients(Held):
     """The gradients of one model on this rank, with those that no counted pass has left.
 
     Attributes:
-        known: of each trained parameter, the gradient that passes have left, and torch's count of writes to it; None
-            if torch.autograd.grad was not asked for others since the last step.
+        known: of each trained parameter, by its id, the gradient that passes have left, and torch's count of writes to
+            it; None if torch.autograd.grad was not asked for others since the last step.
     """
 
     def __init__(self, members: Members, steps: Steps) -> None:
@@ -95,7 +95,7 @@ class HeldGradients(Held):
         self.arrivals = Arrivals()
         self._members, self._steps = members, steps
         self._noticed = 0  # the number of arrivals up to the last reduction
-        self.known: dict[torch.Tensor, tuple[torch.Tensor | None, int]] | None = None
+        self.known: dict[int, tuple[torch.Tensor | None, int]] | None = None
 
     @property
     def is_own(self) -> bool:
@@ -130,8 +130,8 @@ class HeldGradients(Held):
         if self.known is not None:
             self.known = self._look()
 
-    def _look(self) -> dict[torch.Tensor, tuple[torch.Tensor | None, int]]:
-        found = {each: each.grad for each in self._members.trained()}
+    def _look(self) -> dict[int, tuple[torch.Tensor | None, int]]:
+        found = {id(each): each.grad for each in self._members.trained()}  # hashing a tensor costs a Python call
         return {each: (grad, -1 if grad is None else getattr(grad, VERSION)) for each, grad in found.items()}
 
     def is_changed(self) -> bool:

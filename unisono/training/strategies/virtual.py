@@ -8,7 +8,7 @@ own. With V virtual ranks on R ranks, a rank holds up to V / (2 R) + 1 copies of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.comm.operations import HOST
 from unisono.deliveries import Batch, Loop
 from unisono.torch_private import VERSION
 from unisono.training.agreement import broadcast_together
@@ -27,7 +26,7 @@ from unisono.training.parameter_names import parameters_of
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.strategy import Strategy
-from unisono.virtual_ranks import Draw, Tree, VirtualRanks, fold_over_ranks, sums_of
+from unisono.virtual_ranks import Draw, Node, Tree, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
 
 _Tensors = dict[torch.Tensor, torch.Tensor]  # of each parameter or buffer that a virtual rank has one for
@@ -48,6 +47,7 @@ class VirtualEngine(Engine):
         self._at_begin: list[torch.Tensor] | None = None  # the buffers at the beginning of the step
         self._behind: dict[int, list[torch.Tensor]] = {}  # by virtual rank: the buffers behind its forward passes
         self._buffers_of: int | None = None  # the virtual rank whose buffers the module has
+        self._means: _Tensors | None = None  # of the buffers, which are reduced with the gradients
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         is_recorded = torch.is_grad_enabled()
@@ -60,6 +60,8 @@ class VirtualEngine(Engine):
             if self.module.training and self.members.has_buffers():
                 self._check_buffers(batch)
                 self._change_buffers(batch.draw.rank)
+        if self.module.training:
+            self._means = None
         return super().run(args, kwargs, method)
 
     def _check_turn(self, batch: Batch, draw: Draw, is_recorded: bool) -> None:
@@ -92,16 +94,15 @@ class VirtualEngine(Engine):
 
     # Buffers.
 
-    def _change_buffers(self, rank: int | None) -> None:
+    def _change_buffers(self, rank: int) -> None:
         """Give the module the buffers of a virtual rank, which are those of the step's beginning at first."""
         buffers = self.members.buffers()
         if self._at_begin is None:
-            self._at_begin = [each.clone() for each in buffers]
+            self._at_begin = [each.clone() for each in buffers]  # which it has
         elif rank == self._buffers_of:
             return
-        if self._buffers_of is not None:
-            self._behind[self._buffers_of] = [each.clone() for each in buffers]
-        if rank is not None:
+        else:
+            self._keep_buffers()
             for each, value in zip(buffers, self._behind.get(rank, self._at_begin), strict=True):
                 if each.shape != value.shape:
                     raise RuntimeError(
@@ -114,25 +115,41 @@ class VirtualEngine(Engine):
     def after_step(self, optimizer: Optimizer) -> None:
         super().after_step(optimizer)
         if self._at_begin is not None:
-            self._change_buffers(None)
-            self._share_buffers(self._at_begin)
-            self._at_begin = None
+            if self._means is None:  # there was a forward pass after the reduction
+                sums = self._sums_of_buffers(self._at_begin)
+                found = self._fold([*next(iter(sums.values()))], sums)
+                self._means = {each: total / self._virtual.count for each, total in found}
+            self._share_buffers(self._at_begin, self._means)
+            self._at_begin = self._means = self._buffers_of = None
             self._behind.clear()
 
-    @torch.no_grad()
-    def _share_buffers(self, begin: list[torch.Tensor]) -> None:
-        """Give the module the mean of the virtual ranks' buffers, and of those that are no floats, the first one's."""
+    def _keep_buffers(self) -> None:
+        if self._buffers_of is not None:
+            self._behind[self._buffers_of] = [each.clone() for each in self.members.buffers()]
+
+    def _sums_of_buffers(self, begin: list[torch.Tensor]) -> dict[Node, _Tensors]:
+        """Of those of floats, as the virtual ranks of this rank have left them."""
+        tree: Tree[_Tensors] = Tree(
+            self._virtual.count, lambda one, other: {each: one[each] + other[each] for each in one}
+        )
+        self._keep_buffers()
         buffers = self.members.buffers()
-        of_each = {rank: self._behind.get(rank, begin) for rank in self._virtual.own}
-        for each, value in zip(buffers, of_each[self._virtual.own[0]], strict=True):
-            each.data.copy_(value)
-        means = [place for place, each in enumerate(buffers) if each.is_floating_point()]
-        broadcast_together([each for place, each in enumerate(buffers) if place not in means], self._world)
-        tree: Tree[_Tensors] = Tree(self._virtual.count, _add)
-        for rank, values in of_each.items():
-            tree.put(rank, {buffers[place]: values[place].clone() for place in means})
-        for each, total in self._fold([buffers[place] for place in means], tree):
-            each.data.copy_(total)
+        for rank in self._virtual.own:
+            values = zip(buffers, self._behind.get(rank, begin), strict=True)
+            tree.put(rank, {each: value for each, value in values if each.is_floating_point()})
+        return tree.sums
+
+    @torch.no_grad()
+    def _share_buffers(self, begin: list[torch.Tensor], means: _Tensors) -> None:
+        """Give the module the mean of the virtual ranks' buffers, and of those that are no floats, the first one's."""
+        first, others = self._behind.get(self._virtual.own[0], begin), []
+        for each, value in zip(self.members.buffers(), first, strict=True):
+            if each in means:
+                each.data.copy_(means[each])
+            else:
+                each.data.copy_(value)
+                others.append(each)
+        broadcast_together(others, self._world)
 
     # Gradients: for each optimizer, those that it was asked to step on, of each virtual rank.
 
@@ -230,17 +247,26 @@ class VirtualEngine(Engine):
         parameters = [each for each in self.with_gradients() if id(each) in own]
         self.agreement.check(self._trained)
         world.comm.announce(f"the gradients of {self.agreement.place()}")
-        held = torch.tensor(
-            [float(any(each in sums for sums in tree.sums.values())) for each in parameters], device=HOST
-        )
-        if world.comm.size > 1:
-            held = world.comm.all_reduce(held)
-        present = [each for each, count in zip(parameters, held.tolist(), strict=True) if count]
-        (known, *_) = tree.sums.values()
-        for each, total in self._fold(present, tree):
-            # No view, which would keep the memory of the whole bucket.
-            mine = known.get(each)
-            each.grad = total.clone() if mine is None else mine if mine is total else mine.copy_(total)
+        # A vector more, in the first bucket: by it, ranks know which parameters have a gradient on any of them.
+        notes = (parameters or self.members.parameters())[0].detach().new_zeros(len(parameters))
+        sums = {
+            node: {notes: notes.new_tensor([float(each in values) for each in parameters]), **values}
+            for node, values in tree.sums.items()
+        }
+        buffers = list[torch.Tensor]()
+        if self._at_begin is not None and self._means is None:
+            for node, values in self._sums_of_buffers(self._at_begin).items():
+                sums[node].update(values)
+                buffers, self._means = list(values), {}
+        present, averaged, (known, *_) = set[int](), set(map(id, buffers)), tree.sums.values()
+        for each, total in self._fold([notes, *parameters, *buffers], sums):
+            if each is notes:
+                present = {id(one) for one, count in zip(parameters, total.tolist(), strict=True) if count}
+            elif id(each) in present:
+                # No view, which would keep the memory of the whole bucket.
+                each.grad = torch.div(total, self._virtual.count, out=known.get(each))
+            elif self._means is not None and id(each) in averaged:
+                self._means[each] = total / self._virtual.count
         self._reduced[optimizer] = True
         self.gradients.note_reduction(self._steps.factor())
 
@@ -262,7 +288,7 @@ class VirtualEngine(Engine):
         self._asked.clear()
         self._reduced.clear()
         self._behind.clear()
-        self._at_begin = self._buffers_of = None
+        self._at_begin = self._buffers_of = self._means = None
 
     def end_pass(self) -> None:
         """Nothing: gradients are reduced when an optimizer steps."""
@@ -270,23 +296,25 @@ class VirtualEngine(Engine):
     def rescale_to_step(self) -> None:
         """Nothing, as in `end_pass`."""
 
-    def _fold(self, keys: Sequence[torch.Tensor], tree: Tree[_Tensors]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The means over all virtual ranks. A collective."""
-        world, virtual = self._world, self._virtual
-        if world.comm.size == 1:
-            yield from ((each, tree.total()[each].div_(virtual.count)) for each in keys)
+    def _fold(
+        self, keys: Sequence[torch.Tensor], sums: Mapping[Node, _Tensors]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The sums over all virtual ranks, of those of this one. A collective."""
+        virtual, size = self._virtual, self._world.comm.size
+        if size == 1:
+            yield from ((each, sums[1, 0][each]) for each in keys if each in sums[1, 0])
             return
-        nodes, size = sums_of(virtual), world.comm.size
+        nodes = sums_of(virtual)
         are_two = size == 2 and virtual.count % 2 == 0  # one sum each, and a + b is b + a
         for bucket in buckets(keys):
             lengths = [each.numel() for each in bucket]
             room = 0 if are_two else -sum(lengths) % size  # as many for each rank
-            own = {node: _flatten(bucket, tree.sums[node], room) for node in nodes}
+            own = {node: _flatten(bucket, sums[node], room) for node in nodes}
             if are_two:
-                total = world.comm.all_reduce(own[nodes[0]]).div_(virtual.count)
+                total = self._world.comm.all_reduce(own[nodes[0]])
             else:
-                part = fold_over_ranks(virtual, size, own, self._exchange, torch.Tensor.add_).div_(virtual.count)
-                total = torch.cat(world.comm.all_gather(part))
+                part = fold_over_ranks(virtual, size, own, self._exchange, torch.Tensor.add_)
+                total = torch.cat(self._world.comm.all_gather(part))
             for each, piece in zip(bucket, total.split([*lengths, room]), strict=False):
                 yield each, piece.view_as(each)
 
@@ -313,7 +341,10 @@ def _add(one: _Tensors, other: _Tensors) -> _Tensors:
 
 def _flatten(bucket: list[torch.Tensor], values: _Tensors, room: int) -> torch.Tensor:
     """The values of a bucket, one after another, and so many zeros."""
-    pieces = [(values[each] if each in values else torch.zeros_like(each)).reshape(-1) for each in bucket]
+    found = map(values.get, bucket)
+    pieces = [
+        (torch.zeros_like(each) if one is None else one).reshape(-1) for each, one in zip(bucket, found, strict=True)
+    ]
     return torch.cat([*pieces, bucket[0].new_zeros(room)] if room else pieces)
 
 
