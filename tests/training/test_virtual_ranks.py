@@ -20,7 +20,7 @@ from modes import Mode
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from unisono import Accelerator, DeviceLoader
+from unisono import Accelerator, Accuracy, DeviceLoader, Mean
 from unisono.errors import CheckpointError
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
@@ -623,3 +623,85 @@ def test_one_with_them_leaves_nothing_to_another() -> None:
 
     Accelerator(virtual_ranks=3)
     assert gradient() == 1
+
+
+def peeking_steps(peeks: bool) -> str:
+    """Of a loop that asks before its random numbers whether the batch is the last one, which reads the next."""
+    accelerator = Accelerator(seed=4, virtual_ranks=V, max_grad_norm=0.5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Linear(4, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = DataLoader(Rows(24, (3,)), 3, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, rows)
+    batches = iter(loader)
+    for inputs, targets in batches:
+        if peeks:
+            batches.is_last()
+        noise = random.random() + np.random.random()
+        accelerator.backward(F.cross_entropy(model(inputs + noise), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.digest()
+
+
+def test_a_batch_that_is_read_ahead_leaves_the_loop_its_random_numbers() -> None:
+    expected = peeking_steps(peeks=False)
+    assert {on(ranks, lambda: peeking_steps(peeks=True)) for ranks in (1, 2, 3)} == {expected}
+
+
+def passes_behind_the_reduction() -> str:
+    """Of a loop with two optimizers of one model, in which buffers change between clipping and stepping, too."""
+    accelerator = Accelerator(seed=4, virtual_ranks=V)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+    rows = DataLoader(TensorDataset(torch.randn(40, 3)), 2, shuffle=True)
+    model, loader, *steps = accelerator.prepare(model, rows, *steps)
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        with torch.no_grad():
+            model(2 * inputs)
+        for each in steps:
+            each.step()
+            each.zero_grad()
+    return accelerator.digest()
+
+
+def test_buffers_may_change_between_clipping_and_the_step() -> None:
+    assert len({on(ranks, passes_behind_the_reduction) for ranks in (1, 2, 3, V)}) == 1
+
+
+def means(state: str | None = None, leaves: bool = False) -> Any:
+    """What a loop reports: a mean of losses of very different sizes, an accuracy, and gathered losses."""
+    accelerator = Accelerator(seed=4, virtual_ranks=V, project_dir=state)
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = DataLoader(Rows(61, (3,)), 4, shuffle=True)
+    model, optimizer, loader, mean, share = accelerator.prepare(model, optimizer, rows, Mean(), Accuracy())
+    if state is not None and not leaves:
+        accelerator.load_state()
+    gathered = []
+    for inputs, targets in loader:
+        losses = F.cross_entropy(model(inputs), targets, reduction="none").exp() ** 7
+        mean.update(losses.mean(), targets)
+        share.update(model(inputs), targets)
+        accelerator.backward(losses.log().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        gathered.append(accelerator.gather_for_metrics(losses.detach()))
+        if leaves and accelerator.sync_gradients:
+            accelerator.save_state()
+            return None
+    return mean.compute().hex(), share.compute().hex(), torch.cat(gathered).tolist()
+
+
+def test_what_a_loop_reports_is_the_same() -> None:
+    found = [on(ranks, means) for ranks in (1, 2, 3, V)]
+    assert all(each == found[0] for each in found)
+    assert len(found[0][-1]) == 61
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_a_mean_goes_on_with_its_bits_on_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    whole = on(1, means)
+    on(before, partial(means, str(tmp_path), leaves=True))
+    assert on(after, partial(means, str(tmp_path)))[:2] == whole[:2]

@@ -20,6 +20,7 @@ from contextlib import nullcontext, suppress
 from itertools import repeat
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
+import torch
 from torch.utils.data import DataLoader
 
 from unisono.arguments import check_integer
@@ -39,7 +40,7 @@ from unisono.loaders.sharding import (
 )
 from unisono.outcome import Outcome
 from unisono.randomness import drawing, seed_of
-from unisono.tree import take
+from unisono.tree import take, tree_map
 from unisono.virtual_ranks import Draw
 
 logger = logging.getLogger(__name__)
@@ -173,8 +174,10 @@ def one_by_one(begun: Begun, rule: Rule, count: int, seed: int, reads_here: bool
 
 
 def _uncounted(piece: Piece) -> Piece:
+    # In memory of its own, by which it is known from the one that counts.
+    batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, piece.batch)
     claim = piece.claim
-    return piece._replace(claim=claim._replace(samples=0, repeated=claim.samples + claim.repeated))
+    return piece._replace(batch=batch, claim=claim._replace(samples=0, repeated=claim.samples + claim.repeated))
 
 
 class Bookmark:

@@ -3,11 +3,16 @@
 Each sample counts once: the rows that only repeat others, in a split tail, are left out. torchmetrics has all other
 metrics; `Accelerator.prepare` makes them do the same.
 
+The sums of batches are added without rounding, and their sum is rounded once: it does not depend on their order, and so
+with virtual ranks not on the number of ranks.
+
 *Threads:* an object belongs to one rank's loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import fsum, isfinite
 from numbers import Real
 from typing import Any
 
@@ -20,6 +25,7 @@ from unisono.training.collectives import num_rows
 from unisono.world import World, current_world
 
 _HELD = 1000
+_TERMS = 8  # that many float64 hold a sum of float32 exactly
 
 
 class Mean:
@@ -44,7 +50,8 @@ class Mean:
 
     def reset(self) -> None:
         """Forget all samples, as before a new epoch."""
-        self._total, self._count = 0.0, 0
+        self._terms: list[float] = []  # whose exact sum is the total
+        self._count = 0
         self._sums: list[torch.Tensor] = []  # of batches, on their device: not added to the total yet
 
     def update(self, values: torch.Tensor | float, of: Any) -> None:
@@ -86,34 +93,38 @@ class Mean:
             ValueError: on all ranks, if no rank has added a sample.
         """
         with self.world.state.deliveries.evaluations.aside():  # `update` tells which loop it is for
-            total, count = self._reduce()
+            (total, *_), count = self._reduce()
         if not count:
             raise ValueError(f"the {type(self).__name__} holds no sample; call update(values, batch) in a loop first")
         return total / count
 
-    def state_dict(self) -> dict[str, float]:
-        """The sum and the number of samples of all ranks. A collective."""
-        total, count = self._reduce()
-        return {"sum": total, "count": count}
+    def state_dict(self) -> dict[str, Any]:
+        """The sum and the number of samples of all ranks; "rest" is what rounding has taken from the sum. A
+        collective."""
+        (total, *rest), count = self._reduce()
+        return {"sum": total, "count": count, "rest": rest}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict()`, on any number of ranks; each of them calls it."""
         self.reset()
         if self.world.rank == 0:
-            self._total, self._count = state["sum"], int(state["count"])
+            self._terms, self._count = [state["sum"], *state.get("rest", ())], int(state["count"])
 
     def _add_up(self) -> None:
-        """Add the sums of batches to the total: in float64, which float32 would round more with each batch."""
+        """Add the sums of batches to the total."""
         if self._sums:
-            self._total += torch.stack(self._sums).to(HOST).double().sum().item()
+            self._terms = _exact([*self._terms, *torch.stack(self._sums).tolist()])
             self._sums.clear()
 
-    def _reduce(self) -> tuple[float, int]:
+    def _reduce(self) -> tuple[list[float], int]:
+        """The terms of the total, the first of which is the total rounded, and the number of samples."""
         self._add_up()
-        sums = torch.tensor([self._total, self._count], dtype=torch.float64, device=HOST)
+        sent = [self._count, *_exact(self._terms)[:_TERMS]]
+        sent += [0.0] * (1 + _TERMS - len(sent))
         with self.world.timeline.loop().span(REDUCE):
-            total, count = self.world.comm.all_reduce(sums).tolist()
-        return total, int(count)
+            found = self.world.comm.all_gather(torch.tensor(sent, dtype=torch.float64, device=HOST))
+        counts, *terms = zip(*(each.tolist() for each in found), strict=True)
+        return _exact(each for held in terms for each in held), int(sum(counts))
 
 
 class Accuracy(Mean):
@@ -148,6 +159,18 @@ class Accuracy(Mean):
             )
         predicted = values.argmax(dim=1) if values.ndim == 2 else values
         super().update(predicted == of, of)
+
+
+def _exact(values: Iterable[float]) -> list[float]:
+    """Floats whose exact sum is that of the values; the first one is that sum, rounded."""
+    left = list(values)
+    if not all(map(isfinite, left)):
+        return [sum(left)]
+    terms = [fsum(left)]
+    while terms[-1]:
+        left.append(-terms[-1])
+        terms.append(fsum(left))
+    return terms[:-1] or terms
 
 
 def _count_rows(of: Any, world: World) -> tuple[int, int]:
