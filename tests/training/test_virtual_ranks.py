@@ -210,6 +210,7 @@ def lists(rows: Any) -> DeviceLoader:
 
 WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "bf16"},
+    "fp16": {"mixed_precision": "fp16"},
     "split_batches": {"split_batches": True},
     "zero1": {"strategy": "zero1"},
     "drop_last": {"loader": partial(DataLoader, batch_size=3, drop_last=True)},
@@ -366,7 +367,6 @@ def test_the_script_of_the_page_prints_the_same_on_each_number_of_ranks(tmp_path
         ({"virtual_ranks": 0}, "virtual_ranks=0"),
         ({"virtual_ranks": 4, "gradient_accumulation_steps": 2}, "pass virtual_ranks=8"),
         ({"virtual_ranks": 4, "sync_batchnorm": True}, "each virtual rank has statistics of its own"),
-        ({"virtual_ranks": 4, "mixed_precision": "fp16"}, "pass 'bf16'"),
         ({"virtual_ranks": 4, "strategy": "fsdp"}, "pass 'ddp' or 'zero1'"),
     ],
 )
@@ -705,3 +705,28 @@ def test_a_mean_goes_on_with_its_bits_on_another_number_of_ranks(before: int, af
     whole = on(1, means)
     on(before, partial(means, str(tmp_path), leaves=True))
     assert on(after, partial(means, str(tmp_path)))[:2] == whole[:2]
+
+
+def scales() -> Any:
+    """The loss scales of fp16, of which the first ones overflow."""
+    accelerator = Accelerator(
+        seed=1, virtual_ranks=V, mixed_precision="fp16", scaler_options={"init_scale": 2.0**17, "growth_interval": 2}
+    )
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows = TensorDataset(torch.randn(200, 6), torch.randint(5, (200,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4, shuffle=True))
+    found = []
+    for inputs, targets in loader:
+        accelerator.backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            found.append(accelerator.scaler.state_dict())
+    return found, accelerator.digest()
+
+
+def test_the_loss_scale_is_the_same_where_some_virtual_rank_overflows() -> None:
+    found, digest = on(1, scales)
+    assert len({each["scale"] for each in found}) > 2
+    assert all(on(ranks, scales) == (found, digest) for ranks in (2, 3, V))

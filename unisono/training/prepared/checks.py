@@ -125,7 +125,6 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
     refused = {
         f"gradient_accumulation_steps={every}": (every != 1, f"pass virtual_ranks={count * every}"),
         "sync_batchnorm=True": (given["sync_batchnorm"], "each virtual rank has statistics of its own"),
-        "mixed_precision='fp16'": (given["mixed_precision"] == "fp16", "pass 'bf16'"),
         f"strategy={options.name!r}": (
             not _is_plain(options),
             "pass 'ddp' or 'zero1', without comm_hook= or broadcast_buffers=",
