@@ -146,7 +146,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         virtual = None if virtual_ranks is None else check_virtual(given, self.world, options)
         self.world.state.seeds_batches = virtual is not None
         if virtual is not None:
-            torch.set_num_threads(1)  # kernels add in an order that depends on their number
+            self.world.backend.repeat_kernels()
         self.device = self.world.device
         self.scaler = None
         if mixed_precision == "fp16":

@@ -19,9 +19,10 @@ Transport = Literal["torch", "host", "runtime"]
 """How tensors of a family come together: by torch's own operations on them; as copies in main memory; or by the
 collectives of the family's runtime."""
 
-Feature = Literal["compile", "fp16", "process_group", "spmd"]
+Feature = Literal["compile", "fp16", "process_group", "spmd", "virtual_ranks"]
 """What a family may lack: `torch.compile`; float16 with a loss scaler; process groups that take its tensors, and with
-them DistributedDataParallel, FSDP2 and sharded optimizers; one program whose tensors lie over all devices."""
+them DistributedDataParallel, FSDP2 and sharded optimizers; one program whose tensors lie over all devices; kernels that
+give the same bits again."""
 
 
 class DeviceClock(Protocol):
@@ -168,6 +169,10 @@ class Backend(ABC):
         """From now on, in this process, lay each batch that is moved over all devices, along dim 0 ("spmd")."""
         raise NotImplementedError(self.unsupported_reason("spmd"))
 
+    def repeat_kernels(self) -> None:
+        """From now on, in this process, have kernels give the same bits for the same inputs ("virtual_ranks")."""
+        torch.set_num_threads(1)  # those of the CPU add in an order that depends on it
+
     # When work ends: all that is submitted is done, unless a family says otherwise.
 
     def mark(self, device: torch.device, tensors: Any = ()) -> Any:
@@ -226,6 +231,8 @@ class Backend(ABC):
             )
         if feature == "spmd":
             return "XLA's devices have it (device='xla:0', or UNISONO_BACKEND=xla); here take strategy='ddp'"
+        if feature == "virtual_ranks":
+            return "it is not known how its kernels give the same bits again; pass cpu=True"
         return None
 
 

@@ -37,17 +37,22 @@ class Draw(NamedTuple):
         """The round that it is of, the same for all virtual ranks."""
         return self[:3]
 
-    def seed_batch(self) -> None:
-        """Seed the process's generators for what is computed with the batch."""
-        seed_all(seed_of("batch", *self))
+    def seed_batch(self) -> int:
+        """Seed the process's generators for what is computed with the batch; returns the seed, for the device's."""
+        return _seed_all(seed_of("batch", *self))
 
-    def seed_step(self) -> None:
+    def seed_step(self) -> int:
         """Seed them, alike on all ranks, for the step on the round, and what follows."""
-        seed_all(seed_of("step", *self.round))
+        return _seed_all(seed_of("step", *self.round))
 
-    def seed_behind(self) -> None:
+    def seed_behind(self) -> int:
         """Seed them, alike on all ranks, for what comes after the loop."""
-        seed_all(seed_of("behind", self.seed, self.epoch))
+        return _seed_all(seed_of("behind", self.seed, self.epoch))
+
+
+def _seed_all(seed: int) -> int:
+    seed_all(seed)
+    return seed
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,15 @@ def strategies_train_as_on_the_cpu() -> str:
 
 
 @item(gpus=0)
+def virtual_ranks_end_with_the_same_bits_on_one_rank_and_on_several() -> str:
+    """On ranks that share the device."""
+    own = {1: "", 2: "gloo", 3: "gloo"}
+    found = {size: succeeded(ranks("virtual", size=size, group=group))[0]["digest"] for size, group in own.items()}
+    assert len({*found.values()}) == 1, found
+    return f"{found[1][:16]} on {', '.join(map(str, own))} ranks"
+
+
+@item(gpus=0)
 def failures_end_all_ranks_with_the_first_cause() -> str:
     start = max(each.seconds for each in ranks("collectives"))
     return _failures(start, "gloo", ["raise", "kill", *(["assert", "memory"] if FAMILY == "cuda" else [])])

@@ -96,6 +96,22 @@ def training(world: World, strategy: str) -> dict[str, Any]:
     return {case: _trained(options) for case, options in cases.items()}
 
 
+def virtual(world: World) -> dict[str, str]:
+    """The digest of a training with virtual ranks."""
+    accelerator = unisono.Accelerator(seed=0, virtual_ranks=4, mixed_precision="bf16")
+    images = TensorDataset(torch.randn(90, 3, 8, 8), torch.randint(5, (90,)))
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(288, 5)]
+    network: Any = nn.Sequential(*layers)
+    optimizer: Any = torch.optim.AdamW(network.parameters())
+    network, optimizer, loader = accelerator.prepare(network, optimizer, DataLoader(images, 4, shuffle=True))
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        noise = 0.1 * torch.randn_like(inputs)
+        accelerator.backward(F.cross_entropy(network(inputs + noise).float(), targets))
+        optimizer.step()
+    return {"digest": accelerator.digest()}
+
+
 def replicating(world: World) -> dict[str, Any]:
     """The same training with parameters sharded over all ranks, and over half of them."""
     return {str(replicas): _trained({"strategy": FSDP(replicas=replicas)}) for replicas in (1, 2)}
@@ -199,7 +215,7 @@ def _fail(world: World, how: str) -> None:
 
 def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
-    bodies: list[Any] = [collectives, training, replicating, waiting, remembering, failing]
+    bodies: list[Any] = [collectives, training, virtual, replicating, waiting, remembering, failing]
     (body,) = [each for each in bodies if each.__name__ == name]
     print(json.dumps(body(world, *words)), flush=True)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, told
+from modes import FAMILY, Mode, told
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, DeviceLoader, spawn
 from unisono.backends import accelerator, get_backend
@@ -148,3 +149,22 @@ def test_sharding_over_gloo_is_refused_where_torch_would_crash(monkeypatch: pyte
     for found in spawn(prepare, nprocs=2, backend="toy"):
         assert found.startswith("ValueError: strategy='fsdp' on toy:")
         assert "a group of toycl, or use strategy='zero1' or 'ddp'" in found
+
+
+def trained_with_virtual_ranks() -> str:
+    accelerator = Accelerator(seed=0, virtual_ranks=4)
+    assert accelerator.device.type == "toy"
+    rows = TensorDataset(torch.randn(26, 3, device="cpu"), torch.randn(26, 1, device="cpu"))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 2, shuffle=True))
+    for inputs, targets in loader:
+        noise = torch.randn(inputs.shape, device=inputs.device)
+        accelerator.backward((model(inputs + 0.1 * noise) - targets).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.digest()
+
+
+def test_virtual_ranks_end_with_the_same_bits_on_any_number_of_ranks() -> None:
+    assert len({Mode("processes", ranks).run(lambda: trained_with_virtual_ranks())[0] for ranks in (1, 2, 3)}) == 1

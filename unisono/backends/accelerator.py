@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends.movement import send
-from unisono.protocols import Backend, DeviceClock
+from unisono.protocols import Backend, DeviceClock, Feature
 from unisono.tree import map_objects, nbytes, objects
 
 
@@ -118,6 +118,13 @@ class AcceleratorBackend(Backend):
             return torch.empty(1, pin_memory=True).is_pinned()
         except (RuntimeError, NotImplementedError):  # the accelerator has no allocator for it
             return False
+
+    def repeat_kernels(self) -> None:
+        super().repeat_kernels()
+        torch.use_deterministic_algorithms(True)
+
+    def unsupported_reason(self, feature: Feature) -> str | None:
+        return None if feature == "virtual_ranks" else super().unsupported_reason(feature)
 
     def clock(self, device: torch.device) -> DeviceClock | None:
         return _Clock(self, device)

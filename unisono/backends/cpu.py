@@ -46,7 +46,7 @@ class CpuBackend(Backend):
         return "torch"
 
     def unsupported_reason(self, feature: Feature) -> str | None:
-        return None if feature == "process_group" else super().unsupported_reason(feature)
+        return None if feature in ("process_group", "virtual_ranks") else super().unsupported_reason(feature)
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         is_here = True

@@ -43,6 +43,12 @@ class CudaBackend(AcceleratorBackend):
             # From now on nothing in this thread ends a graph capture in another one.
             exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
+    def repeat_kernels(self) -> None:
+        # Before the first product of matrices, which allocates the workspace: of this size cuBLAS repeats its bits.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False  # it chooses the convolutions that were fastest at the moment
+        super().repeat_kernels()
+
     def may_record(self) -> bool:
         # In a graph, an event would be replayed.
         return super().may_record() and not torch.cuda.is_current_stream_capturing()

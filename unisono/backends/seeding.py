@@ -20,6 +20,12 @@ def seed_device(backend: Backend, device: torch.device, seed: int) -> None:
     backend.set_rng_state(_seed_state(backend, device, seed), device)
 
 
+def seed_beside(backend: Backend, device: torch.device, seed: int) -> None:
+    """Seed the device's generator where it has one beside the CPU's."""
+    if backend.seeded_state(0, device) is not None:
+        seed_device(backend, device, seed)
+
+
 def seed_of_device(backend: Backend, device: torch.device) -> int:
     """A seed from which the generator continues: its own, if nothing was drawn since; otherwise it is reseeded, with
     one derived from its state."""

@@ -59,6 +59,7 @@ _UNFIT = {
 """Dtypes that change silently when they are uploaded."""
 
 _LACKS: dict[Feature, str] = {
+    "virtual_ranks": "it is not known how its graphs give the same bits again; pass cpu=True",
     "compile": "XLA compiles every step itself; leave compile out",
     "fp16": "XLA devices compute in bfloat16, which needs no loss scaler; use mixed_precision='bf16'",
     "process_group": "process groups do not support XLA tensors: gloo leaves them unchanged, without an error; use "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unisono.backends.seeding import seed_beside
 from unisono.comm.selection import innermost
 from unisono.deliveries import Loop
 from unisono.errors import UnisonoError
@@ -125,9 +126,10 @@ class DeviceIterator:
                 if received.last is not None and received.last.draw is not None:
                     around = next((each.last for each in self._deliveries.open_loops()), None)
                     if around is not None and around.draw is not None:
-                        around.draw.seed_batch()  # as if this loop, of an evaluation, had not been
+                        seed = around.draw.seed_batch()  # as if this loop, of an evaluation, had not been
                     else:
-                        received.last.draw.seed_behind()
+                        seed = received.last.draw.seed_behind()
+                    seed_beside(lane.backend, lane.device, seed)
                 lane.progress.has_ended = True
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would end as if the data had
@@ -148,7 +150,7 @@ class DeviceIterator:
         made = self._deliveries.add(received, delivery.batch, *claim)
         if delivery.draw is not None:
             made.draw = delivery.draw
-            delivery.draw.seed_batch()
+            seed_beside(lane.backend, lane.device, delivery.draw.seed_batch())
         counts = track.counts
         counts["samples"] += claim.samples
         counts["batches"] += 1

@@ -121,7 +121,7 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
         TypeError, ValueError: as `check_arguments`.
     """
     count = check_integer(given["virtual_ranks"], "virtual_ranks", 1)
-    every = given["gradient_accumulation_steps"]
+    every, reason = given["gradient_accumulation_steps"], world.backend.unsupported_reason("virtual_ranks")
     refused = {
         f"gradient_accumulation_steps={every}": (every != 1, f"pass virtual_ranks={count * every}"),
         "sync_batchnorm=True": (given["sync_batchnorm"], "each virtual rank has statistics of its own"),
@@ -129,7 +129,7 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
             not _is_plain(options),
             "pass 'ddp' or 'zero1', without comm_hook= or broadcast_buffers=",
         ),
-        f"{world.device}": (world.device.type != CPU, "they are for the CPU so far; pass cpu=True"),
+        f"{world.device}": (reason is not None, reason),
         "ranks that are threads": (world.world_size > 1 and not world.is_of_processes, "start processes (spawn)"),
     }
     for what, (is_asked, way) in refused.items():

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.backends.seeding import seed_beside
 from unisono.deliveries import Batch, Loop
 from unisono.torch_private import VERSION
 from unisono.training.agreement import broadcast_together
@@ -235,7 +236,7 @@ class VirtualEngine(Engine):
         for visit in self._steps.step.visits:
             if visit.batch is not None:
                 self._check_drawn(visit.batch)
-        last.draw.seed_step()
+        seed_beside(self._world.backend, self._world.device, last.draw.seed_step())
         world, (ranks, tree) = self._world, self._sums.pop(optimizer)
         del self._asked[optimizer]
         if len(ranks) < self._virtual.each:
