@@ -1,5 +1,5 @@
 """What virtual ranks cost on CPUs, by the time of an epoch: as many as ranks, against none; and four on each of two
-ranks, against the accumulation of four microbatches.
+ranks, against the accumulation of four microbatches; and what digests cost in a run that is recorded.
 
     python bench/virtual_ranks.py
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from blocks import interleave, options, show
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, spawn
+from unisono import Accelerator, Output, spawn
 
 DEVICES = ("cpu",)
-RANKS, BATCH = 2, 32
+RANKS, BATCH, DIGESTED = 2, 32, 250
 
 
 def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
@@ -56,26 +57,30 @@ def train(rank: int, kind: str, batches: int, **given: Any) -> float:
     return time.perf_counter() - began
 
 
-def cost(kind: str, batches: int, **given: Any) -> float:
-    return max(
-        map(float, spawn(partial(train, kind=kind, batches=batches, **given), nprocs=RANKS, backend="cpu", cores=1))
-    )
+def cost(kind: str, batches: int, log_dir: str | None = None, **given: Any) -> float:
+    body = partial(train, kind=kind, batches=batches, **given)
+    return max(map(float, spawn(body, nprocs=RANKS, backend="cpu", cores=1, output=Output(log_dir))))
 
 
 def main() -> None:
     given = options(__doc__, DEVICES, 12, batches=64)
     for kind in ("MLP, 1.1 M parameters", "CNN with BatchNorm"):
-        for case, ours, theirs in (
+        cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             (f"{RANKS} virtual ranks on {RANKS} ranks", {"virtual_ranks": RANKS}, {}),
             (
                 f"{4 * RANKS} virtual ranks on {RANKS} ranks",
                 {"virtual_ranks": 4 * RANKS},
                 {"gradient_accumulation_steps": 4},
             ),
-        ):
+        ]
+        for case, ours, theirs in cases:
             variants = {"virtual ranks": ours, "none" if not theirs else "accumulation of 4": theirs}
             runs = {name: partial(cost, kind, given.batches, **each) for name, each in variants.items()}
             show(f"{case}, {kind}", interleave(runs, given.blocks))
+        with TemporaryDirectory() as directory:
+            digested = partial(cost, kind, DIGESTED, directory, virtual_ranks=RANKS)
+            runs = {"digests": digested, "no digests": partial(digested, digest_every=0)}
+            show(f"digests of each 100th step and the last of {DIGESTED}, {kind}", interleave(runs, given.blocks))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from unisono.strategies import Choice
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
 from unisono.training.backward import Passes
 from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
+from unisono.training.digests import record_settings
 from unisono.training.optimizer import ByHand
 from unisono.training.prepared.builder import Builder
 from unisono.training.prepared.checks import (
@@ -87,6 +88,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             first `prepare` with a model, each rank's generators continue from a seed of their own.
         virtual_ranks: compute what so many devices would compute, with the same bits on any number of ranks up to it
             (docs/virtual_ranks.md). None: each rank is one.
+        digest_every: with virtual ranks, in a run that is recorded: how many steps of an optimizer lie between two with
+            digests, by which `unisono compare` finds where two runs differ. The last step of an epoch has them, too.
+            0: none has.
         cpu: use the CPU, even if there are accelerators.
         device_placement: move models, optimizer states and batches to the device; False moves nothing.
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets
@@ -125,6 +129,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         seed: int | None = None,
         *,
         virtual_ranks: int | None = None,
+        digest_every: int = 100,
         cpu: bool = False,
         device_placement: bool = True,
         split_batches: bool = False,
@@ -147,6 +152,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.world.state.seeds_batches = virtual is not None
         if virtual is not None:
             self.world.backend.repeat_kernels()
+            record_settings(self.world, given)
         self.device = self.world.device
         self.scaler = None
         if mixed_precision == "fp16":
@@ -170,6 +176,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             is_synchronized=sync_batchnorm,
             max_grad_norm=max_grad_norm,
             seed=seed,
+            digest_every=digest_every,
         )
         self._prepared = PreparedObjects(
             builder,

@@ -108,6 +108,10 @@ class Backend(ABC):
         """What its devices here are made of: "CPU", "CUDA", "MPS" or "TPU". Starts no runtime."""
         return self.name.upper()
 
+    def device_name(self, device: torch.device) -> str:
+        """The model of a device, which its kernels, and the bits that they compute, may depend on."""
+        return self.hardware()
+
     def is_accelerated(self) -> bool:
         """Whether its devices here are faster than the CPU that every machine has."""
         return True

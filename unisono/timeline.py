@@ -237,6 +237,7 @@ class Timeline:
         """What the loop has logged, for the record of the rank: when, the step, and the values."""
         self.last_logged: dict[str, Any] = {}
         self.last_saved = ""  # where the last checkpoint is
+        self.write_digests: Callable[[dict[str, Any]], None] | None = None  # of rank zero, where a record is kept
         self.at_sample: list[Callable[[Path], None]] = []  # called with the run's directory after each line of it
         self._of_thread = threading.local()
 

@@ -55,6 +55,10 @@ class AcceleratorBackend(Backend):
     def device_count(self) -> int:
         return torch.accelerator.device_count() if current_accelerator() == self.name else 0
 
+    def device_name(self, device: torch.device) -> str:
+        name = getattr(self.module, "get_device_name", None)
+        return super().device_name(device) if name is None else str(name(device))
+
     def activate(self, device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 

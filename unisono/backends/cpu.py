@@ -7,6 +7,9 @@ explicitly gets them. A tensor sent to `cpu:1` reports `cpu`, so a tensor's devi
 from __future__ import annotations
 
 import os
+import platform
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,6 +27,15 @@ def logical_devices() -> int:
     return int(text)
 
 
+def processor() -> str:
+    """The model of the processor; "" if the machine does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
 class CpuBackend(Backend):
     name = "cpu"
     moves_in_background = False
@@ -33,6 +45,10 @@ class CpuBackend(Backend):
 
     def is_accelerated(self) -> bool:
         return False
+
+    def device_name(self, device: torch.device) -> str:
+        # The model alone would not do: torch picks its kernels by what the processor can compute at once.
+        return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def device_count(self) -> int:
         return logical_devices()

@@ -148,6 +148,8 @@ def _figures(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def machine_facts(families: Iterable[Backend]) -> dict[str, Any]:
     """What a figure depends on, the load before it included."""
+    from unisono.backends.cpu import processor  # here, since it imports torch
+
     versions = {"python": platform.python_version()}
     for each in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -155,7 +157,7 @@ def machine_facts(families: Iterable[Backend]) -> dict[str, Any]:
     return {
         "devices": {each.name: _describe(each) for each in families},
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "versions": versions,
         "load": [round(each, 1) for each in os.getloadavg()],
@@ -171,16 +173,6 @@ def _describe(family: Backend) -> str:
     with suppress(RuntimeError, AttributeError):  # torch has no module for the family, or no name for its devices
         name = torch.get_device_module(family.name).get_device_name(0)
     return f"{family.device_count()} x {name}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 def read_results(path: Path) -> dict[str, Any]:

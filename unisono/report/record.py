@@ -3,8 +3,10 @@
     rank-0.jsonl         one JSON object per line: who the rank is; then, every second, the numbers of its `RankSummary`
                          so far, and what is new since the line before; at last, how it ended. A restart appends.
     rank-0.spans.jsonl   at the end, a line: the latest spans of its threads
+    digests.jsonl        of rank zero, with virtual ranks: what its bits depend on, and the digests of some steps
+                         (`training/digests.py`)
 
-`report/run.py` reads them.
+`report/run.py` reads them, and `report/digests.py` the last one.
 
 *Threads:* any one may call; a lock keeps lines whole.
 
@@ -37,6 +39,7 @@ from unisono.timeline import EVALUATE, LOG, SAVE, STEP, Track
 from unisono.world import World
 
 MAX_STEPS = 1000  # whose times are in one line
+DIGESTS = "digests.jsonl"
 _INTERVAL_S = 1.0
 SLOWER = 10_000  # a line is written after at least this part of the run's time, so that long runs have small files
 
@@ -57,8 +60,13 @@ class Recorder:
         self._left_ns = 0  # of the step that had not ended at the last reading
         self._next_s = 0.0
         self._is_broken = False
+        if world.rank == 0:
+            digests = directory / DIGESTS
+            world.timeline.write_digests = lambda facts: self._write_to(digests, json.dumps(facts) + "\n")
         if world.restart_count:
             self._write_to(self._path, "\n")  # ends a line that a kill has cut off
+            if world.rank == 0 and digests.exists():
+                self._write_to(digests, "\n")
         if profiled:
             self._profile(profiled)
         self._write(

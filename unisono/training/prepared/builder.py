@@ -17,6 +17,7 @@ from unisono.torch_private import APPLY
 from unisono.training.backward import Passes
 from unisono.training.batch_norm import synchronize_batch_norm
 from unisono.training.compilation import compile_module
+from unisono.training.digests import Digests
 from unisono.training.meta_modules import fill, is_on_meta
 from unisono.training.prepared.metrics import synchronize_metric
 from unisono.training.prepared.model import PreparedModel
@@ -42,6 +43,7 @@ class Builder:
     is_synchronized: bool
     max_grad_norm: float | None
     seed: int | None
+    digest_every: int
     _is_seeded: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +93,10 @@ class Builder:
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """Create the stepper that makes the optimizer step for all ranks."""
         step = self.strategy.step_of(optimizer)
-        stepper = Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step)
+        steps, digests = self.passes.steps, None
+        if steps.virtual is not None and self.digest_every and self.world.timeline.write_digests is not None:
+            digests = Digests(steps, self.digest_every)
+        stepper = Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step, digests)
         UnpreparedSchedule(stepper)
         return stepper
 

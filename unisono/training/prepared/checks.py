@@ -97,6 +97,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"max_grad_norm={norm!r} is not above 0; pass a positive number, or None")
     check_accumulation(given["gradient_accumulation_steps"])
     check_type(given["compile"], "compile", "pass True, or torch.compile's arguments", bool, Mapping)
+    check_integer(given["digest_every"], "digest_every", 0)
     check_type(given["seed"], "seed", "pass an integer, or None", int, NoneType)
     for name in (CPU, "device_placement", "split_batches", "sync_batchnorm"):  # the first is `cpu=`
         check_type(given[name], name, "pass True or False", bool)

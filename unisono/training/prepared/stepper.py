@@ -30,6 +30,7 @@ from unisono.timeline import REDUCE, STEP
 from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
 from unisono.training import optimizer as by_hand
 from unisono.training.backward import Passes
+from unisono.training.digests import Digests
 from unisono.training.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.training.gradients import check_presence
 from unisono.training.parameter_names import has_gradient, parameters_of, trained_parameters
@@ -104,6 +105,7 @@ class Stepper:
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
         step: Callable[..., Any] | None = None,
+        digests: Digests | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = 0
@@ -114,7 +116,7 @@ class Stepper:
         self.world = world
         self._passes, self._steps = passes, passes.steps
         self._max_grad_norm = max_grad_norm
-        self._scaler = scaler
+        self._scaler, self._digests = scaler, digests
         self._has_warned = False
         self._num_groups = len(optimizer.param_groups)
         self.find_engines: Callable[[Stepper], None] = lambda stepper: None
@@ -205,6 +207,8 @@ class Stepper:
                 engine.note_step(self.optimizer)
         for engine in self._engines:
             engine.after_step(self.optimizer)
+        if self._digests is not None:
+            self._digests.note_step(self.taken.steps, self._engines)
         track.counts["steps"] += 1
         if self.world.timeline.at_step is not None:
             self.world.timeline.at_step(track.counts["steps"])
@@ -243,6 +247,8 @@ class Stepper:
                     self._passes.reduce_assigned(engine)
         if not has_gradient(self.optimizer):
             check_presence(trained_parameters(self.optimizer))
+        if self._digests is not None:
+            self._digests.note_gradients(self.taken.steps + 1, self._engines)
         # Once per step: clipping by the user may have unscaled them already.
         if self._scaler is not None and self.optimizer not in self._scaler.unscaled:
             if self._passes.went_past:

@@ -1,0 +1,121 @@
+"""Digests of a run with virtual ranks: numbers of 64 bits by which two runs find the first step that differs.
+
+Each n-th step of an optimizer, and the last of an epoch, has a digest of each parameter's reduced gradient, before it
+is clipped, and of each parameter and buffer after the step. All ranks have the same, so that rank zero alone computes
+them, on the device; they are read together, once a step. `report/record.py` writes them, and `report/digests.py`
+compares those of two runs.
+
+*Threads:* the rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from unisono.deliveries import Batch
+from unisono.training.steps import Steps
+from unisono.training.strategies.engine import Engine
+from unisono.world import World
+
+_CHUNK = 2**18  # words of 8 bytes: what is computed for them stays in a cache, and takes little memory
+_PLACE, _FACTOR = -7046029254386353131, -4658895280553007687  # odd: that of the golden ratio, and one of SplitMix64
+_SETTINGS = ("virtual_ranks", "seed", "mixed_precision", "max_grad_norm", "split_batches")
+_BITS = (1 << 64) - 1
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A digest of the bytes and their places, as a tensor on the same device, for which the host does not wait."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.numel() % 8 or flat.storage_offset() % 8:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for number, words in enumerate(flat.view(torch.int64).split(_CHUNK)):
+        first = number * _CHUNK + 1
+        mixed = torch.arange(first, first + words.numel(), device=flat.device).mul_(_PLACE)
+        mixed.bitwise_xor_(words).mul_(_FACTOR)
+        total += mixed.bitwise_xor_(mixed >> 32).sum()
+    return total
+
+
+def describe_kernels(world: World) -> dict[str, Any]:
+    """What the bits of a run depend on besides the script, its settings and its data."""
+    device = world.backend.device_name(world.device)
+    return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "device": device}
+
+
+def record_settings(world: World, given: Mapping[str, Any]) -> None:
+    """Write the arguments of an Accelerator that bits depend on, and what else they do, where a record is kept."""
+    if world.timeline.write_digests is not None:
+        settings = {name: given[name] for name in _SETTINGS}
+        world.timeline.write_digests({"settings": {**settings, **describe_kernels(world)}, "ranks": world.world_size})
+
+
+class _Numbers:
+    """The number of the next optimizer that a rank prepares, of all its Accelerators."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+
+
+class Digests:
+    """The digests of one optimizer's steps.
+
+    Args:
+        every: steps with digests are those whose number it divides, and the last of each epoch.
+    """
+
+    def __init__(self, steps: Steps, every: int) -> None:
+        self._steps, self._every = steps, every
+        self._number = next(steps.world.state.part(_Numbers).numbers)
+        self._names: list[list[str]] = []
+        self._step = 0  # the last one whose gradients were looked at
+        self._of_gradients: list[tuple[str, torch.Tensor]] | None = None
+
+    def note_gradients(self, step: int, engines: Sequence[Engine]) -> None:
+        """The gradients of that step are reduced; called again, as before and after clipping, it does nothing."""
+        if step == self._step:
+            return
+        self._step, self._of_gradients = step, None
+        if step % self._every == 0 or self._is_last(self._steps.step.last):
+            named = [(name, each.grad) for name, each in _named(engines, is_trained=True)]
+            self._of_gradients = [(name, digest_of(each)) for name, each in named if each is not None]
+
+    def note_step(self, step: int, engines: Sequence[Engine]) -> None:
+        """That step was taken, the buffers are those after it."""
+        gradients, self._of_gradients = self._of_gradients, None
+        write = self._steps.world.timeline.write_digests
+        if gradients is None or step != self._step or write is None:
+            return
+        weights = [(name, digest_of(each)) for name, each in _named(engines)]
+        found = torch.stack([each for _, each in (*gradients, *weights)]).tolist()
+        values = [f"{each & _BITS:016x}" for each in found]
+        names = [[name for name, _ in gradients], [name for name, _ in weights]]
+        if names != self._names:
+            self._names = names
+            write({"optimizer": self._number, "gradients_of": names[0], "weights_of": names[1]})
+        cut = len(gradients)
+        write({"optimizer": self._number, "step": step, "gradients": values[:cut], "weights": values[cut:]})
+
+    def _is_last(self, batch: Batch | None) -> bool:
+        """Whether it is of the last round of an epoch, by the number of its first sample; nothing is drawn ahead."""
+        lengths, virtual = None if batch is None else batch.loop.lengths(), self._steps.virtual
+        if batch is None or batch.draw is None or virtual is None or lengths is None:
+            return False
+        # Of a full round, unless it is of the last one.
+        samples = next(iter(batch.loop.kinds.values())).total or 0
+        return samples > 0 and batch.draw.sample // samples + 1 >= lengths[1] // virtual.each
+
+
+def _named(engines: Iterable[Engine], is_trained: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of the models, by their names; unless it is those that are trained alone, also the buffers."""
+    engines = list(engines)
+    found = []
+    for number, engine in enumerate(engines):
+        before = f"{number}." if len(engines) > 1 else ""
+        tensors = [*engine.module.named_parameters(), *([] if is_trained else engine.module.named_buffers())]
+        found += [(before + name, each) for name, each in tensors]
+    return found
