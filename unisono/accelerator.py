@@ -32,7 +32,7 @@ from unisono.strategies import Choice
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
 from unisono.training.backward import Passes
 from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
-from unisono.training.digests import record_settings
+from unisono.training.digests import record_settings, say_weights
 from unisono.training.optimizer import ByHand
 from unisono.training.prepared.builder import Builder
 from unisono.training.prepared.checks import (
@@ -432,7 +432,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             print(*values, **options)
 
     def end_training(self) -> None:
-        """End the run: close all trackers, and wait for a checkpoint that is being saved. Idempotent.
+        """End the run: close all trackers, and wait for a checkpoint that is being saved; with virtual ranks, rank zero
+        says the `digest()` of the weights on stderr. Idempotent.
 
         Raises:
             Exception: the error of a tracker, after all others were closed; of several, an ExceptionGroup. The error
@@ -442,6 +443,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             super().end_training()
         finally:
             self._states.close()
+        if self._steps.virtual is not None and self.world.rank == 0 and self._prepared.modules():
+            say_weights(self.world, self.digest())
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was given to `prepare`."""

@@ -10,6 +10,7 @@ compares those of two runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -54,11 +55,22 @@ def record_settings(world: World, given: Mapping[str, Any]) -> None:
         world.timeline.write_digests({"settings": {**settings, **describe_kernels(world)}, "ranks": world.world_size})
 
 
-class _Numbers:
-    """The number of the next optimizer that a rank prepares, of all its Accelerators."""
+def say_weights(world: World, digest: str) -> None:
+    """Print the digest of all weights at the end of a run, once, and write it where a record is kept."""
+    own = world.state.part(_OfRank)
+    if own.said != digest:
+        own.said = digest
+        print(f"weights sha256 {digest}", file=sys.stderr)
+        if world.timeline.write_digests is not None:
+            world.timeline.write_digests({"sha256": digest})
+
+
+class _OfRank:
+    """What the Accelerators of a rank share: the number of the next optimizer that is prepared, and what was said."""
 
     def __init__(self) -> None:
         self.numbers = count()
+        self.said = ""
 
 
 class Digests:
@@ -70,7 +82,7 @@ class Digests:
 
     def __init__(self, steps: Steps, every: int) -> None:
         self._steps, self._every = steps, every
-        self._number = next(steps.world.state.part(_Numbers).numbers)
+        self._number = next(steps.world.state.part(_OfRank).numbers)
         self._names: list[list[str]] = []
         self._step = 0  # the last one whose gradients were looked at
         self._of_gradients: list[tuple[str, torch.Tensor]] | None = None
