@@ -1,0 +1,126 @@
+"""Two runs with virtual ranks are compared: the first step that differs, and what differs in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from modes import by_value
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator, Output, spawn
+from unisono.cli.main import main
+
+RANKS = (1, 2, 3)
+
+
+def train(seed: int = 0, at: int = 0, what: str = "", every: int = 5) -> None:
+    """Two epochs of twelve steps with dropout and BatchNorm; before the step `at` something is changed, on all ranks
+    alike."""
+    accelerator = Accelerator(seed=seed, virtual_ranks=3, digest_every=every)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    x = torch.randn(72, 4)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2, shuffle=True)
+    )
+    taken = 0
+    for _ in range(2):
+        for inputs, targets in loader:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            if taken + 1 == at and what == "loss":  # its gradient reaches the last layer's bias alone
+                loss = loss + 1e-6 * layers[3].bias.sum()
+            if taken + 1 == at and what == "rate":
+                optimizer.param_groups[0]["lr"] = 0.1001
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            taken += accelerator.sync_gradients
+            if taken == at and what == "end":
+                return
+    accelerator.end_training()
+
+
+def record(directory: Path, ranks: int, *given: Any) -> Path:
+    with by_value(train):
+        spawn(lambda _: train(*given), nprocs=ranks, backend="cpu", output=Output(directory))
+    return directory / "latest"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The same, by the number of ranks."""
+    return {ranks: record(tmp_path_factory.mktemp("run"), ranks) for ranks in RANKS}
+
+
+@pytest.fixture
+def compared(capsys: pytest.CaptureFixture[str]) -> Any:
+    def found(*paths: Path) -> tuple[int, str]:
+        code = main(["compare", *map(str, paths)])
+        shown = capsys.readouterr()
+        return code, (shown.out + shown.err).strip()
+
+    return found
+
+
+def test_runs_on_any_number_of_ranks_are_equal_and_end_with_one_hash(runs: dict[int, Path], compared: Any) -> None:
+    said = {(runs[ranks] / "rank-0.stderr").read_text().splitlines()[-1] for ranks in RANKS}
+    assert len(said) == 1
+    for ranks in RANKS[1:]:
+        assert compared(runs[1], runs[ranks].parent) == (0, f"equal up to step 24, the last; {said.copy().pop()}")
+        assert "weights" not in (runs[ranks] / "rank-1.stderr").read_text(), "rank zero alone says it"
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("loss", "equal up to step 10; at step 12 the gradient of 3.bias differs"),
+        ("rate", "equal up to step 10; at step 12 no gradient differs, but after the step 0.weight does first, and "),
+        ("end", "equal up to step 12; the first run ends with step 24, the second one with 12"),
+    ],
+)
+def test_the_first_difference_is_named(
+    what: str, text: str, runs: dict[int, Path], tmp_path: Path, compared: Any
+) -> None:
+    code, said = compared(runs[1], record(tmp_path, 2, 0, 12, what))
+    assert code == 1
+    assert said.startswith(text)
+
+
+def test_configurations_that_differ_are_named(runs: dict[int, Path], tmp_path: Path, compared: Any) -> None:
+    code, said = compared(runs[2], record(tmp_path, 1, 1))
+    assert code == 1
+    first, second = said.splitlines()
+    assert first == "configurations differ: seed 0, 1"
+    assert second.startswith("equal up to no step; at step 5 the gradient of 0.weight differs first, and ")
+
+
+def test_what_cannot_be_compared_is_said_with_the_way_out(runs: dict[int, Path], tmp_path: Path, compared: Any) -> None:
+    code, said = compared(runs[1], tmp_path)
+    assert code == 2
+    assert "has no digests" in said
+    assert "virtual_ranks" in said
+    assert "--log-dir" in said
+    other = tmp_path / "other"
+    other.mkdir()
+    lines = (runs[1] / "digests.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line).get("step") in (None, 5)]
+    (other / "digests.jsonl").write_text("\n".join(kept).replace('"step": 5', '"step": 7'))
+    code, said = compared(runs[1], other)
+    assert code == 2
+    assert "no step has digests in both: the first run has some of the steps 5 to 24, the second of 7 to 7" in said
+    (other / "digests.jsonl").write_text("\n".join(lines).replace("3.bias", "4.bias"))
+    code, said = compared(runs[1], other)
+    assert (code, said) == (2, "at step 5 they do not train the same parameters: 3.bias, 4.bias")
+
+
+def test_a_restart_repeats_steps_and_a_kill_cuts_a_line(runs: dict[int, Path], tmp_path: Path, compared: Any) -> None:
+    lines = (runs[1] / "digests.jsonl").read_text().splitlines()
+    repeated = [*lines[:4], lines[4][:40], "", *lines[:2], *lines[3:]]
+    (tmp_path / "digests.jsonl").write_text("\n".join(repeated))
+    assert compared(runs[1], tmp_path)[0] == 0

@@ -1,0 +1,111 @@
+"""The digests of a run (`training/digests.py`), and the first step in which those of two runs differ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.report.record import DIGESTS
+
+_EQUAL, _DIFFERENT, _NOT_COMPARABLE = range(3)
+_SHOWN = 5
+_KINDS = {"gradients": "the gradient of {} differs", "weights": "no gradient differs, but after the step {} does"}
+
+Step = tuple[int, int]
+"""The number of an optimizer's step, and that of the optimizer."""
+
+
+@dataclass
+class RunDigests:
+    """What the bits of a run depend on, beside the script and the data, and the digests of its steps.
+
+    Attributes:
+        settings: arguments of the Accelerator, and what computes.
+        steps: of each step with digests: those of gradients and of weights, by kind, and by the names of parameters.
+        weights: the SHA-256 of the weights at the end; "" if `end_training()` was not called.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: dict[Step, dict[str, dict[str, str]]] = field(default_factory=dict)
+    weights: str = ""
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return max(step for step, _ in self.steps)
+
+
+def read_digests(path: str | Path) -> RunDigests:
+    """Read the digests of a run, given by its directory or a log directory. What a restart has repeated counts once.
+
+    Raises:
+        FileNotFoundError: it has none.
+    """
+    files = [each for each in (Path(path) / DIGESTS, Path(path) / "latest" / DIGESTS) if each.exists()]
+    found, names = RunDigests(), dict[int, dict[str, list[str]]]()
+    for text in filter(str.strip, files[0].read_text(errors="replace").splitlines() if files else []):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # a kill has cut it off, or it is being written
+        if "settings" in line:
+            found.settings, found.weights = line["settings"], ""
+        elif "sha256" in line:
+            found.weights = line["sha256"]
+        elif "step" not in line:
+            names[line["optimizer"]] = {kind: line[f"{kind}_of"] for kind in _KINDS}
+        else:
+            of = names[line["optimizer"]]
+            digests = {kind: dict(zip(of[kind], line[kind], strict=True)) for kind in _KINDS}
+            found.steps[line["step"], line["optimizer"]] = digests
+    if not found.steps:
+        raise FileNotFoundError(
+            f"{path} has no digests: pass the directory that unisono run --log-dir, or spawn(output=Output(log_dir)), "
+            "has written, of a run with Accelerator(virtual_ranks=...)"
+        )
+    return found
+
+
+def compare_digests(one: RunDigests, other: RunDigests) -> tuple[int, str]:
+    """Whether two runs have the same bits, in words, after an exit code: 0 if they do, 1 if not, 2 if they cannot be
+    compared."""
+    both = [(name, one.settings.get(name), other.settings.get(name)) for name in {**one.settings, **other.settings}]
+    differing = [f"{name} {mine}, {others}" for name, mine, others in both if mine != others]
+    code, text = _compare_steps(one, other)
+    return code, f"configurations differ: {'; '.join(differing)}\n{text}" if differing else text
+
+
+def _compare_steps(one: RunDigests, other: RunDigests) -> tuple[int, str]:
+    common = sorted(one.steps.keys() & other.steps.keys())
+    if not common:
+        spans = [f"{min(each.steps)[0]} to {each.last}" for each in (one, other)]
+        return _NOT_COMPARABLE, (
+            f"no step has digests in both: the first run has some of the steps {spans[0]}, the second of {spans[1]}; "
+            "give both the same digest_every"
+        )
+    equal = "equal up to no step"
+    for each in common:
+        mine, others = one.steps[each], other.steps[each]
+        if names := {name for kind in _KINDS for name in mine[kind].keys() ^ others[kind].keys()}:
+            shown = ", ".join(sorted(names)[:_SHOWN])
+            return _NOT_COMPARABLE, f"at step {each[0]} they do not train the same parameters: {shown}"
+        if mine != others:
+            return _DIFFERENT, f"{equal}; at step {each[0]} {_describe(mine, others)}"
+        equal = f"equal up to step {each[0]}"
+    if one.last != other.last:
+        return _DIFFERENT, f"{equal}; the first run ends with step {one.last}, the second one with {other.last}"
+    if not (one.weights and other.weights):
+        return _EQUAL, f"{equal}, the last"
+    if one.weights != other.weights:
+        return _DIFFERENT, f"{equal}; then weights differ: sha256 {one.weights}, {other.weights}"
+    return _EQUAL, f"{equal}, the last; weights sha256 {one.weights}"
+
+
+def _describe(mine: dict[str, dict[str, str]], others: dict[str, dict[str, str]]) -> str:
+    """What differs first, in the order of the parameters."""
+    kind = next(kind for kind in _KINDS if mine[kind] != others[kind])
+    first, *more = [name for name, value in mine[kind].items() if value != others[kind][name]]
+    also = f" first, and {len(more)} more of {len(mine[kind])}" if more else ""
+    return _KINDS[kind].format(first) + also
