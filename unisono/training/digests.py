@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -22,7 +23,7 @@ from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
 from unisono.world import World
 
-_CHUNK = 2**18  # words of 8 bytes: what is computed for them stays in a cache, and takes little memory
+_CHUNK = 2**15  # words of 8 bytes: what is computed for them stays in a cache, and takes little memory
 _PLACE, _FACTOR = -7046029254386353131, -4658895280553007687  # odd: that of the golden ratio, and one of SplitMix64
 _SETTINGS = ("virtual_ranks", "seed", "mixed_precision", "max_grad_norm", "split_batches")
 _BITS = (1 << 64) - 1
@@ -33,11 +34,9 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() % 8 or flat.storage_offset() % 8:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    total, places = torch.zeros((), dtype=torch.int64, device=flat.device), _places(_CHUNK, flat.device)
     for number, words in enumerate(flat.view(torch.int64).split(_CHUNK)):
-        first = number * _CHUNK + 1
-        mixed = torch.arange(first, first + words.numel(), device=flat.device).mul_(_PLACE)
-        mixed.bitwise_xor_(words).mul_(_FACTOR)
+        mixed = (words ^ places[: words.numel()]).mul_(_FACTOR + 2 * number)
         total += mixed.bitwise_xor_(mixed >> 32).sum()
     return total
 
@@ -46,6 +45,11 @@ def describe_kernels(world: World) -> dict[str, Any]:
     """What the bits of a run depend on besides the script, its settings and its data."""
     device = world.backend.device_name(world.device)
     return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "device": device}
+
+
+@cache
+def _places(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, count + 1, device=device).mul_(_PLACE)
 
 
 def record_settings(world: World, given: Mapping[str, Any]) -> None:
