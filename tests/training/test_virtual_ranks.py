@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean
+from unisono.backends.cpu import CpuBackend
 from unisono.errors import CheckpointError
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
@@ -730,3 +731,48 @@ def test_the_loss_scale_is_the_same_where_some_virtual_rank_overflows() -> None:
     found, digest = on(1, scales)
     assert len({each["scale"] for each in found}) > 2
     assert all(on(ranks, scales) == (found, digest) for ranks in (2, 3, V))
+
+
+# What a checkpoint says of the bits.
+
+
+def save_or_load(directory: Path, count: int | None, loads: bool) -> None:
+    accelerator = Accelerator(virtual_ranks=count, project_dir=directory)
+    model = nn.Linear(3, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.load_state() if loads else accelerator.save_state(directory / "checkpoints" / "checkpoint_0")
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "text"),
+    [
+        (4, 8, "virtual_ranks=4, now 8"),
+        (4, None, "virtual_ranks=4, now None"),
+        (None, 4, "virtual_ranks=None, now 4"),
+        (4, 4, ""),
+        (None, None, ""),
+    ],
+)
+def test_a_checkpoint_of_another_number_of_virtual_ranks_is_named_once(
+    saved: int | None, loaded: int | None, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_or_load(tmp_path, saved, False)
+    save_or_load(tmp_path, loaded, True)
+    said = [each.getMessage() for each in caplog.records if "the bits will differ" in each.getMessage()]
+    assert len(said) == bool(text)
+    assert all(each.endswith(f"was saved with {text}") for each in said)
+
+
+def test_a_checkpoint_of_other_kernels_names_what_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_or_load(tmp_path, 4, False)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(CpuBackend, "device_name", lambda *_: "Abacus")
+    save_or_load(tmp_path, 4, True)
+    (said,) = [each.getMessage() for each in caplog.records if "the bits will differ" in each.getMessage()]
+    assert "now '9.9'" in said
+    assert "device=" in said
+    assert said.endswith("now 'Abacus'")
+    assert "virtual_ranks" not in said
+    assert "threads" not in said

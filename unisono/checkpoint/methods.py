@@ -29,6 +29,7 @@ from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
 from unisono.timeline import SAVE
 from unisono.torch_private import STEP_WRAPPED
+from unisono.training.digests import describe_kernels
 from unisono.training.prepared.prepared_objects import PreparedObjects
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.prepared.stepper import Taken
@@ -81,7 +82,7 @@ class PreparedStates:
         claims = claims_of(self._steps, self._prepared.engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared.engines())
-        facts = {"taken": taken, "claims": claims, "virtual_ranks": self._steps.policy.parts}
+        facts = {"taken": taken, "claims": claims, "bits": self._bits()}
         step = max((steps for steps, *_ in taken), default=0)
         choose = self._run_save_hooks if self.save_hooks else None
         return self._saver.save(place, objects, step, score, is_async, facts, held, choose)
@@ -95,13 +96,8 @@ class PreparedStates:
         if restored is None:
             return None
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
-        saved, parts = facts[0].get("virtual_ranks", 0), self._steps.policy.parts
-        if saved != parts and self._steps.world.rank == 0:
-            logger.warning(
-                "saved with virtual_ranks=%s, loaded with %s: the bits will differ from here on",
-                saved or None,
-                parts or None,
-            )
+        if self._steps.world.rank == 0:
+            self._compare_bits(facts[0].get("bits", {}))
         for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
             stepper.taken = Taken(*taken)
         for scheduler in self._prepared.schedulers():
@@ -116,6 +112,23 @@ class PreparedStates:
             resume_step(claims, restored.held, self._steps, self._prepared.engines())
         self._saver.say_resumed(restored.loaded, self._named_objects())
         return restored.loaded
+
+    def _bits(self) -> dict[str, Any]:
+        """What the bits of a run with virtual ranks depend on; {} without them."""
+        virtual = self._steps.virtual
+        return {} if virtual is None else {"virtual_ranks": virtual.count, **describe_kernels(self._steps.world)}
+
+    def _compare_bits(self, saved: Mapping[str, Any]) -> None:
+        """Warn if this run goes on with other bits than the saved one would have."""
+        own = self._bits()
+        names = own if saved and own else ["virtual_ranks"]
+        if differing := [
+            f"{name}={saved.get(name)!r}, now {own.get(name)!r}" for name in names if saved.get(name) != own.get(name)
+        ]:
+            logger.warning(
+                "the bits will differ from those of a run that was not interrupted: the checkpoint was saved with %s",
+                "; ".join(differing),
+            )
 
     def close(self) -> None:
         """Wait for the save in progress, and raise its error if it failed."""
