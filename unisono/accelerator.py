@@ -433,7 +433,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     def end_training(self) -> None:
         """End the run: close all trackers, and wait for a checkpoint that is being saved; with virtual ranks, rank zero
-        says the `digest()` of the weights on stderr. Idempotent.
+        prints the `digest()` of the weights. Idempotent.
 
         Raises:
             Exception: the error of a tracker, after all others were closed; of several, an ExceptionGroup. The error

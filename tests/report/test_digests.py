@@ -69,11 +69,11 @@ def compared(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_runs_on_any_number_of_ranks_are_equal_and_end_with_one_hash(runs: dict[int, Path], compared: Any) -> None:
-    said = {(runs[ranks] / "rank-0.stderr").read_text().splitlines()[-1] for ranks in RANKS}
+    said = {(runs[ranks] / "rank-0.stdout").read_text().splitlines()[-1] for ranks in RANKS}
     assert len(said) == 1
     for ranks in RANKS[1:]:
         assert compared(runs[1], runs[ranks].parent) == (0, f"equal up to step 24, the last; {said.copy().pop()}")
-        assert "weights" not in (runs[ranks] / "rank-1.stderr").read_text(), "rank zero alone says it"
+        assert "weights" not in (runs[ranks] / "rank-1.stdout").read_text(), "rank zero alone prints it"
 
 
 @pytest.mark.parametrize(

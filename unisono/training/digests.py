@@ -10,7 +10,6 @@ compares those of two runs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import count
@@ -64,7 +63,7 @@ def say_weights(world: World, digest: str) -> None:
     own = world.state.part(_OfRank)
     if own.said != digest:
         own.said = digest
-        print(f"weights sha256 {digest}", file=sys.stderr)
+        print(f"weights sha256 {digest}")
         if world.timeline.write_digests is not None:
             world.timeline.write_digests({"sha256": digest})
 
