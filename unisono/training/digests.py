@@ -10,14 +10,16 @@ compares those of two runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import count
 from typing import Any
+from weakref import ref
 
 import torch
 
-from unisono.deliveries import Batch
+from unisono.deliveries import Batch, Loop
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
 from unisono.world import World
@@ -89,6 +91,8 @@ class Digests:
         self._names: list[list[str]] = []
         self._step = 0  # the last one whose gradients were looked at
         self._of_gradients: list[tuple[str, torch.Tensor]] | None = None
+        self._loop: Callable[[], Loop | None] = lambda: None  # and where its last round begins
+        self._last_at = math.inf
 
     def note_gradients(self, step: int, engines: Sequence[Engine]) -> None:
         """The gradients of that step are reduced; called again, as before and after clipping, it does nothing."""
@@ -117,12 +121,19 @@ class Digests:
 
     def _is_last(self, batch: Batch | None) -> bool:
         """Whether it is of the last round of an epoch, by the number of its first sample; nothing is drawn ahead."""
-        lengths, virtual = None if batch is None else batch.loop.lengths(), self._steps.virtual
-        if batch is None or batch.draw is None or virtual is None or lengths is None:
+        if batch is None or batch.draw is None:
             return False
-        # Of a full round, unless it is of the last one.
-        samples = next(iter(batch.loop.kinds.values())).total or 0
-        return samples > 0 and batch.draw.sample // samples + 1 >= lengths[1] // virtual.each
+        if self._loop() is not batch.loop:
+            self._loop, self._last_at = ref(batch.loop), self._find_last(batch.loop)
+        return batch.draw.sample >= self._last_at
+
+    def _find_last(self, loop: Loop) -> float:
+        """The number of the first sample of a loop's last round; infinite if it is unknown."""
+        lengths, virtual = loop.lengths(), self._steps.virtual
+        samples = next(iter(loop.kinds.values())).total  # of a full round, unless it is the last one
+        if lengths is None or virtual is None or not samples:
+            return math.inf
+        return float((lengths[1] // virtual.each - 1) * samples)
 
 
 def _named(engines: Iterable[Engine], is_trained: bool = False) -> list[tuple[str, torch.Tensor]]:
