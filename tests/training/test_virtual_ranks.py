@@ -776,3 +776,35 @@ def test_a_checkpoint_of_other_kernels_names_what_differs(
     assert said.endswith("now 'Abacus'")
     assert "virtual_ranks" not in said
     assert "threads" not in said
+
+
+# Metrics.
+
+
+def measure() -> tuple[float, float, list[int]]:
+    """A mean over training, an accuracy over a test, and its labels as they are gathered."""
+    accelerator = Accelerator(seed=0, virtual_ranks=V)
+    rows = TensorDataset(torch.randn(38, 3), torch.randint(2, (38,)))
+    model = nn.Linear(3, 2)
+    model, optimizer, batches, tests = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(rows, 2, shuffle=True), DataLoader(rows, 2)
+    )
+    mean, accuracy = accelerator.prepare(Mean(), Accuracy())
+    for inputs, targets in batches:
+        loss = F.cross_entropy(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean.update(loss, targets)
+    labels: list[int] = []
+    with torch.no_grad():
+        for inputs, targets in tests:
+            accuracy.update(model(inputs), targets)
+            labels += accelerator.gather_for_metrics(targets).tolist()
+    assert labels == rows.tensors[1].tolist()
+    return round(mean.compute(), 6), accuracy.compute(), labels
+
+
+def test_metrics_count_each_sample_once_where_ranks_get_a_batch_again() -> None:
+    one, *others = (on(ranks, measure) for ranks in (1, 2, 3))
+    assert others == [one, one]
