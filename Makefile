@@ -23,8 +23,10 @@ NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no
 
 .PHONY: demo test test-slow test-all test-xla test-newest test-toy test-engines soak gpu-check check docs package bench clean
 
+# The last line is the hash of the weights, the same for DEVICES=1, 2, 3 and 4.
+DEVICES ?= 2
 demo: $(VENV)/.examples
-	$(BIN)/python examples/train_digits.py --mode processes --devices 2 --backend cpu
+	$(BIN)/python examples/demo.py --devices $(DEVICES)
 
 test: $(VENV)/.test
 	$(BIN)/python $(PYTEST) -m "not slow"
