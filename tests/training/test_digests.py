@@ -47,22 +47,27 @@ def test_it_is_of_the_values_wherever_they_lie(dtype: torch.dtype, monkeypatch: 
     assert digest_of(whole[0, 0]).dtype == torch.int64
 
 
-def train(count: int = 4, every: int = 4, state: tuple[str, int] | None = None, **options: Any) -> None:
-    """Two epochs of nine steps, and one more network with an optimizer of its own. With a state: save it after so many
-    steps, and end; or, with a negative number, go on from it."""
+def train(
+    count: int | None = 4, every: int = 4, is_one: bool = False, state: tuple[str, int] | None = None, **options: Any
+) -> None:
+    """Two epochs of nine steps, with two optimizers: of a model each, or of parts of one. With a state: save it after
+    so many steps, and end; or, with a negative number, go on from it."""
     directory, at = state or (None, 0)
     accelerator = Accelerator(seed=1, virtual_ranks=count, digest_every=every, project_dir=directory, **options)
-    body, head = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)), nn.Linear(8, 2)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (body, head)]
+    parts = [nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)), nn.Linear(8, 2)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in parts]
     rows = TensorDataset(torch.randn(72, 3), torch.randint(2, (72,)))
-    body, head, loader = accelerator.prepare(body, head, DataLoader(rows, batch_size=2, shuffle=True))
+    models = [nn.Sequential(*parts)] if is_one else parts
+    models, loader = accelerator.prepare(models, DataLoader(rows, batch_size=2, shuffle=True))
     optimizers = accelerator.prepare(optimizers)
     if at < 0:
         accelerator.load_state()
     taken = 0
     for _ in range(loader.epoch, 2):
         for inputs, targets in loader:
-            accelerator.backward(nn.functional.cross_entropy(head(body(inputs)), targets))
+            for model in models:
+                inputs = model(inputs)
+            accelerator.backward(nn.functional.cross_entropy(inputs, targets))
             for each in optimizers:
                 each.step()
                 each.zero_grad()
@@ -92,6 +97,14 @@ def test_any_number_of_ranks_records_the_same(tmp_path: Path) -> None:
     assert {"0.weight", "1.running_mean"} < {*names["weights_of"]}
     assert [len(digests[kind]) for kind in ("gradients", "weights")] == [4, 7]
     assert all(len(each) == 16 for each in digests["weights"])
+
+
+def test_so_it_is_where_two_optimizers_train_one_model(tmp_path: Path) -> None:
+    (_, *lines), *others = (recorded(tmp_path / str(ranks), ranks, is_one=True) for ranks in (1, 2, 3))
+    assert all(each[1:] == lines for each in others)
+    names = [(each["gradients_of"], each["weights_of"]) for each in lines if "step" not in each]
+    assert [each for each, _ in names] == [["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"], ["1.weight", "1.bias"]]
+    assert all("0.1.running_var" in each for _, each in names)
 
 
 def test_gradients_are_digested_before_they_are_clipped(tmp_path: Path) -> None:

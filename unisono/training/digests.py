@@ -11,15 +11,19 @@ compares those of two runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import count
+from operator import methodcaller
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from unisono.deliveries import Batch, Loop
+from unisono.training.parameter_names import parameters_of
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
 from unisono.world import World
@@ -85,8 +89,8 @@ class Digests:
         every: steps with digests are those whose number it divides, and the last of each epoch.
     """
 
-    def __init__(self, steps: Steps, every: int) -> None:
-        self._steps, self._every = steps, every
+    def __init__(self, optimizer: Optimizer, steps: Steps, every: int) -> None:
+        self._optimizer, self._steps, self._every = optimizer, steps, every
         self._number = next(steps.world.state.part(_OfRank).numbers)
         self._names: list[list[str]] = []
         self._step = 0  # the last one whose gradients were looked at
@@ -100,7 +104,7 @@ class Digests:
             return
         self._step, self._of_gradients = step, None
         if step % self._every == 0 or self._is_last(self._steps.step.last):
-            named = [(name, each.grad) for name, each in _named(engines, is_trained=True)]
+            named = [(name, each.grad) for name, each in self._parameters(engines)]
             self._of_gradients = [(name, digest_of(each)) for name, each in named if each is not None]
 
     def note_step(self, step: int, engines: Sequence[Engine]) -> None:
@@ -109,7 +113,8 @@ class Digests:
         write = self._steps.world.timeline.write_digests
         if gradients is None or step != self._step or write is None:
             return
-        weights = [(name, digest_of(each)) for name, each in _named(engines)]
+        named = [*self._parameters(engines), *_named(engines, methodcaller("named_buffers"))]
+        weights = [(name, digest_of(each)) for name, each in named]
         found = torch.stack([each for _, each in (*gradients, *weights)]).tolist()
         values = [f"{each & _BITS:016x}" for each in found]
         names = [[name for name, _ in gradients], [name for name, _ in weights]]
@@ -118,6 +123,11 @@ class Digests:
             write({"optimizer": self._number, "gradients_of": names[0], "weights_of": names[1]})
         cut = len(gradients)
         write({"optimizer": self._number, "step": step, "gradients": values[:cut], "weights": values[cut:]})
+
+    def _parameters(self, engines: Sequence[Engine]) -> list[tuple[str, torch.Tensor]]:
+        """Those that the optimizer steps: of others, gradients may be those of one rank yet."""
+        own = set(map(id, parameters_of(self._optimizer)))
+        return [(name, each) for name, each in _named(engines, methodcaller("named_parameters")) if id(each) in own]
 
     def _is_last(self, batch: Batch | None) -> bool:
         """Whether it is of the last round of an epoch, by the number of its first sample; nothing is drawn ahead."""
@@ -136,12 +146,7 @@ class Digests:
         return float((lengths[1] // virtual.each - 1) * samples)
 
 
-def _named(engines: Iterable[Engine], is_trained: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """The parameters of the models, by their names; unless it is those that are trained alone, also the buffers."""
-    engines = list(engines)
-    found = []
-    for number, engine in enumerate(engines):
-        before = f"{number}." if len(engines) > 1 else ""
-        tensors = [*engine.module.named_parameters(), *([] if is_trained else engine.module.named_buffers())]
-        found += [(before + name, each) for name, each in tensors]
-    return found
+def _named(engines: Sequence[Engine], of: Callable[[nn.Module], Any]) -> list[tuple[str, torch.Tensor]]:
+    """What a method of modules returns, by names; those of several models begin with their numbers."""
+    before = [f"{number}." if len(engines) > 1 else "" for number in range(len(engines))]
+    return [(start + name, each) for start, one in zip(before, engines, strict=True) for name, each in of(one.module)]

@@ -95,7 +95,7 @@ class Builder:
         step = self.strategy.step_of(optimizer)
         steps, digests = self.passes.steps, None
         if steps.virtual is not None and self.digest_every and self.world.timeline.write_digests is not None:
-            digests = Digests(steps, self.digest_every)
+            digests = Digests(optimizer, steps, self.digest_every)
         stepper = Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step, digests)
         UnpreparedSchedule(stepper)
         return stepper
