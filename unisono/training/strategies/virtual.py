@@ -20,17 +20,15 @@ from torch.optim import Optimizer
 from unisono.backends.seeding import seed_beside
 from unisono.deliveries import Batch, Loop
 from unisono.torch_private import VERSION
-from unisono.training.agreement import broadcast_together
 from unisono.training.gradients import buckets
 from unisono.training.machine import Step, Visit
 from unisono.training.parameter_names import parameters_of
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.strategy import Strategy
+from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
 from unisono.virtual_ranks import Draw, Node, Tree, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
-
-_Tensors = dict[torch.Tensor, torch.Tensor]  # of each parameter or buffer that a virtual rank has one for
 
 
 class VirtualEngine(Engine):
@@ -43,12 +41,9 @@ class VirtualEngine(Engine):
         self._versions: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
         # Of each optimizer: the step that it was asked for, the virtual ranks for which, and their gradients.
         self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
-        self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[_Tensors]]] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[Tensors]]] = WeakKeyDictionary()
         self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
-        self._at_begin: list[torch.Tensor] | None = None  # the buffers at the beginning of the step
-        self._behind: dict[int, list[torch.Tensor]] = {}  # by virtual rank: the buffers behind its forward passes
-        self._buffers_of: int | None = None  # the virtual rank whose buffers the module has
-        self._means: _Tensors | None = None  # of the buffers, which are reduced with the gradients
+        self._buffers = VirtualBuffers(self.name, self.members, virtual)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         is_recorded = torch.is_grad_enabled()
@@ -60,9 +55,9 @@ class VirtualEngine(Engine):
             self._check_turn(batch, batch.draw, is_recorded)
             if self.module.training and self.members.has_buffers():
                 self._check_buffers(batch)
-                self._change_buffers(batch.draw.rank)
+                self._buffers.turn_to(batch.draw.rank)
         if self.module.training:
-            self._means = None
+            self._buffers.means = None
         return super().run(args, kwargs, method)
 
     def _check_turn(self, batch: Batch, draw: Draw, is_recorded: bool) -> None:
@@ -93,64 +88,14 @@ class VirtualEngine(Engine):
                 "are averaged when it steps; call its eval() before"
             )
 
-    # Buffers.
-
-    def _change_buffers(self, rank: int) -> None:
-        """Give the module the buffers of a virtual rank, which are those of the step's beginning at first."""
-        buffers = self.members.buffers()
-        if self._at_begin is None:
-            self._at_begin = [each.clone() for each in buffers]  # which it has
-        elif rank == self._buffers_of:
-            return
-        else:
-            self._keep_buffers()
-            for each, value in zip(buffers, self._behind.get(rank, self._at_begin), strict=True):
-                if each.shape != value.shape:
-                    raise RuntimeError(
-                        f"a buffer of the {self.name} has grown from {list(value.shape)} to {list(each.shape)}, and "
-                        "with virtual_ranks each batch of a round begins with the same; give it its full shape"
-                    )
-                each.data.copy_(value)  # as the layer itself does, it is no write that autograd counts
-        self._buffers_of = rank
-
     def after_step(self, optimizer: Optimizer) -> None:
         super().after_step(optimizer)
-        if self._at_begin is not None:
-            if self._means is None:  # there was a forward pass after the reduction
-                sums = self._sums_of_buffers(self._at_begin)
+        if self._buffers.have_begun:
+            if self._buffers.means is None:  # there was a forward pass after the reduction
+                sums = self._buffers.sums()
                 found = self._fold([*next(iter(sums.values()))], sums)
-                self._means = {each: total / self._virtual.count for each, total in found}
-            self._share_buffers(self._at_begin, self._means)
-            self._at_begin = self._means = self._buffers_of = None
-            self._behind.clear()
-
-    def _keep_buffers(self) -> None:
-        if self._buffers_of is not None:
-            self._behind[self._buffers_of] = [each.clone() for each in self.members.buffers()]
-
-    def _sums_of_buffers(self, begin: list[torch.Tensor]) -> dict[Node, _Tensors]:
-        """Of those of floats, as the virtual ranks of this rank have left them."""
-        tree: Tree[_Tensors] = Tree(
-            self._virtual.count, lambda one, other: {each: one[each] + other[each] for each in one}
-        )
-        self._keep_buffers()
-        buffers = self.members.buffers()
-        for rank in self._virtual.own:
-            values = zip(buffers, self._behind.get(rank, begin), strict=True)
-            tree.put(rank, {each: value for each, value in values if each.is_floating_point()})
-        return tree.sums
-
-    @torch.no_grad()
-    def _share_buffers(self, begin: list[torch.Tensor], means: _Tensors) -> None:
-        """Give the module the mean of the virtual ranks' buffers, and of those that are no floats, the first one's."""
-        first, others = self._behind.get(self._virtual.own[0], begin), []
-        for each, value in zip(self.members.buffers(), first, strict=True):
-            if each in means:
-                each.data.copy_(means[each])
-            else:
-                each.data.copy_(value)
-                others.append(each)
-        broadcast_together(others, self._world)
+                self._buffers.means = {each: total / self._virtual.count for each, total in found}
+            self._buffers.share(self._buffers.means, self._world)
 
     # Gradients: for each optimizer, those that it was asked to step on, of each virtual rank.
 
@@ -166,7 +111,7 @@ class VirtualEngine(Engine):
                 f"backward(create_graph=True) through the {self.name}: with virtual_ranks gradients are added outside "
                 "any graph; get what is to be differentiated again from torch.autograd.grad(..., create_graph=True)"
             )
-        if self.module.training and self.members.has_buffers() and self._buffers_of != draw.rank:
+        if self.module.training and self.members.has_buffers() and self._buffers.turn != draw.rank:
             raise RuntimeError(
                 f"a loss of the {self.name} came past what prepare() has returned, so that its buffers are not those "
                 "of the virtual rank; call that, or a method of it after model.mark_forward_method(name)"
@@ -198,7 +143,7 @@ class VirtualEngine(Engine):
     def set_aside(self, optimizer: Optimizer) -> None:
         """Move the gradients of a virtual rank to what that optimizer is to step on, when all have had their turns."""
         own = set(map(id, parameters_of(optimizer)))
-        taken: _Tensors = {}
+        taken: Tensors = {}
         for each in self.members.with_gradients():
             if id(each) in own and each.grad is not None:
                 taken[each] = each.grad.to_dense() if each.grad.layout is not torch.strided else each.grad
@@ -254,11 +199,11 @@ class VirtualEngine(Engine):
             node: {notes: notes.new_tensor([float(each in values) for each in parameters]), **values}
             for node, values in tree.sums.items()
         }
-        buffers = list[torch.Tensor]()
-        if self._at_begin is not None and self._means is None:
-            for node, values in self._sums_of_buffers(self._at_begin).items():
+        means, buffers = Tensors(), list[torch.Tensor]()
+        if self._buffers.have_begun and self._buffers.means is None:
+            for node, values in self._buffers.sums().items():
                 sums[node].update(values)
-                buffers, self._means = list(values), {}
+                buffers, self._buffers.means = list(values), means
         present, averaged, (known, *_) = set[int](), set(map(id, buffers)), tree.sums.values()
         for each, total in self._fold([notes, *parameters, *buffers], sums):
             if each is notes:
@@ -266,8 +211,8 @@ class VirtualEngine(Engine):
             elif id(each) in present:
                 # No view, which would keep the memory of the whole bucket.
                 each.grad = torch.div(total, self._virtual.count, out=known.get(each))
-            elif self._means is not None and id(each) in averaged:
-                self._means[each] = total / self._virtual.count
+            elif id(each) in averaged:
+                means[each] = total / self._virtual.count
         self._reduced[optimizer] = True
         self.gradients.note_reduction(self._steps.factor())
 
@@ -288,8 +233,7 @@ class VirtualEngine(Engine):
         super().restart()
         self._asked.clear()
         self._reduced.clear()
-        self._behind.clear()
-        self._at_begin = self._buffers_of = self._means = None
+        self._buffers.forget()
 
     def end_pass(self) -> None:
         """Nothing: gradients are reduced when an optimizer steps."""
@@ -298,7 +242,7 @@ class VirtualEngine(Engine):
         """Nothing, as in `end_pass`."""
 
     def _fold(
-        self, keys: Sequence[torch.Tensor], sums: Mapping[Node, _Tensors]
+        self, keys: Sequence[torch.Tensor], sums: Mapping[Node, Tensors]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The sums over all virtual ranks, of those of this one. A collective."""
         virtual, size = self._virtual, self._world.comm.size
@@ -331,7 +275,7 @@ class VirtualEngine(Engine):
         )
 
 
-def _add(one: _Tensors, other: _Tensors) -> _Tensors:
+def _add(one: Tensors, other: Tensors) -> Tensors:
     """The sums; what one of them lacks is a zero, as it is in a bucket of several ranks."""
     for each, value in other.items():
         one[each] = one[each].add_(value) if each in one else value.add_(0)
@@ -340,7 +284,7 @@ def _add(one: _Tensors, other: _Tensors) -> _Tensors:
     return one
 
 
-def _flatten(bucket: list[torch.Tensor], values: _Tensors, room: int) -> torch.Tensor:
+def _flatten(bucket: list[torch.Tensor], values: Tensors, room: int) -> torch.Tensor:
     """The values of a bucket, one after another, and so many zeros."""
     found = map(values.get, bucket)
     pieces = [
