@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean
 from unisono.backends.cpu import CpuBackend
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, WorkerDiedError
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
 V = 4
@@ -808,3 +810,36 @@ def measure() -> tuple[float, float, list[int]]:
 def test_metrics_count_each_sample_once_where_ranks_get_a_batch_again() -> None:
     one, *others = (on(ranks, measure) for ranks in (1, 2, 3))
     assert others == [one, one]
+
+
+def train_until(kill_at: int, directory: str) -> str:
+    """Trains three epochs, with a checkpoint of each step; in step `kill_at`, a rank is killed."""
+    accelerator = Accelerator(seed=3, virtual_ranks=V, project_dir=directory, max_grad_norm=0.5)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = DataLoader(Rows(58, (3,)), 3, shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.load_state(must_exist=False)
+    state = accelerator.unwrap_model(optimizer).state
+    while loader.epoch < 3:
+        for inputs, targets in loader:
+            accelerator.backward(F.cross_entropy(model(inputs), targets))
+            step = int(next(iter(state.values()))["step"]) if state else 0
+            if step == kill_at and accelerator.world.rank == step % accelerator.world.world_size:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                accelerator.save_state()
+    return accelerator.digest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_not(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    whole = on(1, partial(train_until, -1, str(tmp_path / "whole")))
+    for kill_at in sorted(draw.sample(range(12), 4)):
+        with pytest.raises(WorkerDiedError):
+            on(draw.choice([2, 3, V]), partial(train_until, kill_at, str(tmp_path / "killed")))
+    assert on(draw.choice([1, 2, 3]), partial(train_until, -1, str(tmp_path / "killed"))) == whole

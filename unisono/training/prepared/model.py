@@ -101,8 +101,8 @@ class PreparedModel(nn.Module):
         except ValueError as error:
             if _ONE_VALUE in str(error):
                 error.add_note(
-                    "BatchNorm has no variance over one sample; pass DataLoader(drop_last=True), or on several ranks "
-                    "Accelerator(sync_batchnorm=True), which computes it over all of them"
+                    "BatchNorm has no variance over one sample; pass DataLoader(drop_last=True), or on several ranks, "
+                    "without virtual_ranks, Accelerator(sync_batchnorm=True), which computes it over all of them"
                 )
             raise
         finally:
