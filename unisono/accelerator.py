@@ -54,6 +54,7 @@ from unisono.training.steps import Steps
 from unisono.training.strategies.sharded import is_distributed
 from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
+from unisono.training.strategies.virtual import check_left
 from unisono.world import World, current_world
 
 
@@ -152,6 +153,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.world.state.seeds_batches = virtual is not None
         if virtual is not None:
             self.world.backend.repeat_kernels()
+            self.world.state.deliveries.settle()
             record_settings(self.world, given)
         self.device = self.world.device
         self.scaler = None
@@ -213,6 +215,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         "zero1" has divided: make new ones, and save `state_dict(optimizer)` before.
         """
         self._prepared.release()
+        self.world.state.deliveries.settle()
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -443,8 +446,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             super().end_training()
         finally:
             self._states.close()
-        if self._steps.virtual is not None and self.world.rank == 0 and self._prepared.modules():
-            say_weights(self.world, self.digest())
+        if self._steps.virtual is not None and self._prepared.modules():
+            digest = self.digest()
+            if self.world.rank == 0:
+                say_weights(self.world, digest)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was given to `prepare`."""
@@ -456,7 +461,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Raises:
             ValueError: strategy "fsdp" has divided the parameters among the ranks.
+            RuntimeError: a loop was left in the middle of a round of virtual ranks.
         """
+        if self._steps.virtual is not None:
+            check_left(self.world, self._steps.virtual)
         found = hashlib.sha256()
         for module in self._prepared.modules():
             for name, each in module.state_dict().items():

@@ -108,11 +108,13 @@ class Loop:
         gathered: the number of the batch of which a metric was taken last; 0 if a later one had been delivered.
         is_evaluation: whether all batches were delivered with gradients disabled.
         is_exhausted: whether it has ended with its last batch.
+        is_settled: whether it does not matter where it is left.
         num_used: the number of batches that passes with gradients were computed from.
         begins_ahead: whether several batches were delivered before the first pass with gradients.
         lags: whether an earlier batch was used since the last one was delivered, and that one was not.
         kinds: the first batch with each of the different counts and numbers of rows.
         num_met: that of `Evaluations` when it began.
+        seeding: with virtual ranks, what has seeded the generators for it last.
     """
 
     def __init__(
@@ -123,9 +125,10 @@ class Loop:
     ) -> None:
         self.ends_here, self.lengths, self.tail = ends_here, lengths, tail
         self.is_evaluation = self.is_open = self.is_sized = True
-        self.is_exhausted = self.begins_ahead = self.lags = self.has_repeated = False
+        self.is_exhausted = self.begins_ahead = self.lags = self.has_repeated = self.is_settled = False
         self.num_batches = self.num_rows = self.gathered = self.num_used = self.num_met = 0
         self.last: Batch | Any = None
+        self.seeding: Callable[[], int] | None = None
         self.kinds: dict[Any, Batch] = {}
 
     @property
@@ -175,6 +178,11 @@ class Deliveries:
         # No more than this, since it may run at any point: the next `begin` forgets the loop.
         loop.is_exhausted = is_exhausted or loop.is_exhausted
         loop.is_open = False
+
+    def settle(self) -> None:
+        """Note that a run begins, or goes on from a state that was loaded: it may have left its loops anywhere."""
+        for each in self.recent():
+            each.is_settled = True
 
     def add(self, loop: Loop, values: Any, *claim: Any, **others: Any) -> Batch:
         """Register a batch that is being delivered, in the loop's thread: tensors in any nesting, and what it counts,

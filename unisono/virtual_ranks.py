@@ -69,6 +69,10 @@ class VirtualRanks:
     own: range
     each: int
 
+    def ends_round(self, draw: Draw) -> bool:
+        """Whether it is of the last batch that the rank has of a round."""
+        return draw.rank >= (self.each - 1) * self.own.step
+
     @classmethod
     def carried_by(cls, rank: int, ranks: int, count: int) -> VirtualRanks:
         """Those of one of so many ranks. ValueError: there are more ranks."""

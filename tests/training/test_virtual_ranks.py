@@ -843,3 +843,85 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_
         with pytest.raises(WorkerDiedError):
             on(draw.choice([2, 3, V]), partial(train_until, kill_at, str(tmp_path / "killed")))
     assert on(draw.choice([1, 2, 3]), partial(train_until, -1, str(tmp_path / "killed"))) == whole
+
+
+# Loops within loops, and loops that are left.
+
+
+def draws_behind(leaves: bool) -> list[float]:
+    """Random numbers that a loop draws after its steps, and after an evaluation behind them."""
+    accelerator = Accelerator(seed=5, virtual_ranks=V)
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = [DataLoader(Rows(48, (3,)), 3, shuffle=True), DataLoader(Rows(36, (3,)), 3)]
+    model, optimizer, loader, others = accelerator.prepare(model, optimizer, *loaders)
+    found = []
+    for inputs, targets in loader:
+        accelerator.backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            for number, (_, _) in enumerate(others, 1):
+                if leaves and number * accelerator.world.world_size >= 2 * V:
+                    break
+            found.append(torch.rand(1).item() + random.random() + float(np.random.random()))
+    return accelerator.gather(torch.tensor(found)).tolist()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_evaluation_leaves_a_loop_its_random_numbers(leaves: bool) -> None:
+    alone = on(1, lambda: draws_behind(leaves))
+    assert len(set(alone)) == 4
+    for ranks in (2, V):
+        assert on(ranks, lambda: draws_behind(leaves)) == alone * ranks
+
+
+def leave_after(count: int, then: Callable[[Loop, Any], Any]) -> Any:
+    loop = Loop()
+    for number, (inputs,) in enumerate(loop.loader, 1):
+        loop.backward(inputs)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if number == count:
+            break
+    return then(loop, inputs)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda loop, inputs: loop.accelerator.digest(),
+        lambda loop, inputs: loop.accelerator.end_training(),
+        lambda loop, inputs: loop.each(loop.backward),
+    ],
+    ids=["digest", "end_training", "another loop"],
+)
+def test_a_loop_that_is_left_in_the_middle_of_a_round_is_refused(then: Callable[[Loop, Any], Any]) -> None:
+    leave_after(2, then)
+    for count in (1, 3):
+        with pytest.raises(RuntimeError, match=f"left after {count} batches, in the middle of a round of 2 .*Subset"):
+            leave_after(count, then)
+
+
+def test_an_evaluation_that_is_left_in_the_middle_of_a_round_is_refused_and_a_look_at_the_first_batch_is_not() -> None:
+    loop = Loop()
+    next(iter(loop.loader))
+    loop.each(loop.backward)
+    with torch.no_grad():
+        for number, _ in enumerate(loop.loader, 1):
+            if number == 3:
+                break
+    with pytest.raises(RuntimeError, match="left after 3 batches"):
+        loop.each(loop.backward)
+
+
+def test_an_optimizer_that_is_asked_for_some_batches_of_a_round_is_refused_in_the_next() -> None:
+    loop = Loop(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    other = loop.accelerator.prepare(torch.optim.SGD(loop.model.module[1].parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="asked to step for 1 of the 2 batches"):
+        for number, (inputs,) in enumerate(loop.loader):
+            loop.backward(inputs)
+            if number % 2 == 0:
+                other.step()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()

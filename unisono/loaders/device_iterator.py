@@ -123,13 +123,7 @@ class DeviceIterator:
             self._deliveries.end(received, isinstance(error, EndOfChannel))
             self._loop = self._received = None
             if isinstance(error, EndOfChannel):
-                if received.last is not None and received.last.draw is not None:
-                    around = next((each.last for each in self._deliveries.open_loops()), None)
-                    if around is not None and around.draw is not None:
-                        seed = around.draw.seed_batch()  # as if this loop, of an evaluation, had not been
-                    else:
-                        seed = received.last.draw.seed_behind()
-                    seed_beside(lane.backend, lane.device, seed)
+                self._seed_behind(received)
                 lane.progress.has_ended = True
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would end as if the data had
@@ -150,7 +144,8 @@ class DeviceIterator:
         made = self._deliveries.add(received, delivery.batch, *claim)
         if delivery.draw is not None:
             made.draw = delivery.draw
-            seed_beside(lane.backend, lane.device, delivery.draw.seed_batch())
+            received.seeding = delivery.draw.seed_batch
+            seed_beside(lane.backend, lane.device, received.seeding())
         counts = track.counts
         counts["samples"] += claim.samples
         counts["batches"] += 1
@@ -207,12 +202,22 @@ class DeviceIterator:
     def _abandon_loop(self) -> None:
         self._lane.progress.is_left = True
         self._ahead.clear()
-        if self._received is not None:
-            self._deliveries.end(self._received)
-            self._received = None
+        received, self._received = self._received, None
+        if received is not None:
+            self._deliveries.end(received)
         # False in another thread, whose track is not to be written to: the loop's own thread ends it.
         if self._loop is not None and self._loop.abandon():
             self._loop = None
+            if received is not None:
+                self._seed_behind(received)
+
+    def _seed_behind(self, ended: Loop) -> None:
+        """With virtual ranks, seed the generators as if the loop had not been, where it was within another one;
+        otherwise for what comes after it."""
+        if ended.last is not None and ended.last.draw is not None:
+            around = next(iter(self._deliveries.open_loops()), None)
+            seeding = ended.last.draw.seed_behind if around is None or around.seeding is None else around.seeding
+            seed_beside(self._lane.backend, self._lane.device, seeding())
 
 
 def _is_failed(ahead: Outcome[Delivery]) -> bool:

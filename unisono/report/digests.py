@@ -61,10 +61,17 @@ def read_digests(path: str | Path) -> RunDigests:
             digests = {kind: dict(zip(of[kind], line[kind], strict=True)) for kind in _KINDS}
             found.steps[line["step"], line["optimizer"]] = digests
     if not found.steps:
-        raise FileNotFoundError(
-            f"{path} has no digests: pass the directory that unisono run --log-dir, or spawn(output=Output(log_dir)), "
-            "has written, of a run with Accelerator(virtual_ranks=...)"
+        advice = (
+            "pass the directory that unisono run --log-dir, or spawn(output=Output(log_dir)), has written, of a run "
+            "with Accelerator(virtual_ranks=...)"
         )
+        if not Path(path).is_dir():
+            raise FileNotFoundError(f"{path} is no directory: {advice}")
+        if found.settings:
+            advice = "the run ended before the first; Accelerator(digest_every=1) writes those of each step, 0 none"
+        elif list(Path(path).glob("**/rank-0.jsonl")):
+            advice = "Accelerator(virtual_ranks=...) writes them"
+        raise FileNotFoundError(f"{path} has no digests: {advice}")
     return found
 
 
@@ -83,21 +90,23 @@ def _compare_steps(one: RunDigests, other: RunDigests) -> tuple[int, str]:
         spans = [f"{min(each.steps)[0]} to {each.last}" for each in (one, other)]
         return _NOT_COMPARABLE, (
             f"no step has digests in both: the first run has some of the steps {spans[0]}, the second of {spans[1]}; "
-            "give both the same digest_every"
+            "give both the same digest_every; one that was resumed has the steps from there on"
         )
-    equal = "equal up to no step"
+    equal, before = "equal up to no step", 0
     for each in common:
         mine, others = one.steps[each], other.steps[each]
         if names := {name for kind in _KINDS for name in mine[kind].keys() ^ others[kind].keys()}:
             shown = ", ".join(sorted(names)[:_SHOWN])
             return _NOT_COMPARABLE, f"at step {each[0]} they do not train the same parameters: {shown}"
         if mine != others:
-            return _DIFFERENT, f"{equal}; at step {each[0]} {_describe(mine, others)}"
-        equal = f"equal up to step {each[0]}"
+            between = "" if each[0] - before <= 1 else "; digest_every=1 looks at the steps between, too"
+            return _DIFFERENT, f"{equal}; at step {each[0]} {_describe(mine, others)}{between}"
+        equal, before = f"equal up to step {each[0]}", each[0]
     if one.last != other.last:
         return _DIFFERENT, f"{equal}; the first run ends with step {one.last}, the second one with {other.last}"
     if not (one.weights and other.weights):
-        return _EQUAL, f"{equal}, the last"
+        lacking = " and ".join(text for text, run in (("the first", one), ("the second", other)) if not run.weights)
+        return _EQUAL, f"{equal}, the last with digests; {lacking} did not come to accelerator.end_training()"
     if one.weights != other.weights:
         return _DIFFERENT, f"{equal}; then weights differ: sha256 {one.weights}, {other.weights}"
     return _EQUAL, f"{equal}, the last; weights sha256 {one.weights}"

@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 LOSS = "the loss of rank {}"
 GRADIENT = "a gradient that was reduced (accelerator.backward(loss) tells of which rank's loss)"
 
+_SKIPPING = (
+    "; to leave out such steps, on all ranks: norm = accelerator.clip_grad_norm_(model, max_norm), and `if norm is "
+    "None or norm.isfinite(): optimizer.step()`"
+)
 _TOGETHER = 16  # values on an accelerator that are read together
 _SMALL = 2**16  # elements of what is looked at in each step
 
@@ -43,6 +47,7 @@ class Finiteness:
 
     def __init__(self) -> None:
         self.is_known = False  # from then on nothing is looked at
+        self._advice = ""
         self._probe: Callable[[], torch.Tensor | None] = lambda: None  # a small parameter
         self._held: list[tuple[torch.Tensor, torch.Tensor, _Place]] = []  # whether a value is finite, and the parameter
         self._sent: tuple[torch.Tensor, Any, list[_Place]] | None = None  # on the way to main memory; when it is there
@@ -60,6 +65,7 @@ class Finiteness:
             return
         batch = visits[-1].batch if visits else None
         place = what, steps.step.number, None if batch is None else batch.number
+        self._advice = _SKIPPING if steps.virtual is None else ""  # a round of virtual ranks ends with a step
         if is_here:
             self._say(place, world, all(map(_is_finite, parameters())))
         else:
@@ -92,13 +98,12 @@ class Finiteness:
             return
         world.timeline.loop().counts[NOT_FINITE] = step
         logger.warning(
-            "%s is NaN or infinite in step %d%s%s; torch.autograd.set_detect_anomaly(True) names the operation; to "
-            "leave out such steps, on all ranks: norm = accelerator.clip_grad_norm_(model, max_norm), and `if norm is "
-            "None or norm.isfinite(): optimizer.step()`",
+            "%s is NaN or infinite in step %d%s%s; torch.autograd.set_detect_anomaly(True) names the operation%s",
             what.format(world.rank),
             step,
             "" if batch is None else f" (batch {batch} of its loop)",
             "" if was_whole else ", and parameters are so already, by a gradient of a step before",
+            self._advice,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,6 +62,7 @@ class VirtualEngine(Engine):
 
     def _check_turn(self, batch: Batch, draw: Draw, is_recorded: bool) -> None:
         """Refuse a forward pass whose result would depend on which virtual ranks this rank carries."""
+        check_left(self._world, self._virtual, batch.loop)
         if is_recorded and batch.loop.last is not batch:
             raise RuntimeError(
                 f"a forward pass of the {self.name} is on a batch that is not the one that its loop has drawn last: "
@@ -77,7 +78,8 @@ class VirtualEngine(Engine):
             raise RuntimeError(
                 f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
                 "same round; with virtual_ranks those of other virtual ranks come before it: compute all losses of a "
-                "batch before the first step() of its optimizers"
+                "batch before the first step() of its optimizers, and change parameters by hand where "
+                "accelerator.sync_gradients is true"
             )
 
     def _check_buffers(self, batch: Batch) -> None:
@@ -153,6 +155,8 @@ class VirtualEngine(Engine):
         if draw is None:
             return  # there was no pass
         if self._asked.get(optimizer) is not step:
+            if optimizer in self._sums:
+                self._refuse_asked(optimizer)
             self._asked[optimizer], self._sums[optimizer] = step, (set(), Tree(self._virtual.count, _add))
         ranks, tree = self._sums[optimizer]
         if draw.rank in ranks:
@@ -181,14 +185,12 @@ class VirtualEngine(Engine):
         for visit in self._steps.step.visits:
             if visit.batch is not None:
                 self._check_drawn(visit.batch)
+                visit.batch.loop.seeding = last.draw.seed_step
         seed_beside(self._world.backend, self._world.device, last.draw.seed_step())
         world, (ranks, tree) = self._world, self._sums.pop(optimizer)
         del self._asked[optimizer]
         if len(ranks) < self._virtual.each:
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} was asked to step for {len(ranks)} of the {self._virtual.each} "
-                "batches that this rank has of a round; call its step() for each: it does nothing until the last one"
-            )
+            self._refuse_asked(optimizer, len(ranks))
         own = set(map(id, parameters_of(optimizer)))
         parameters = [each for each in self.with_gradients() if id(each) in own]
         self.agreement.check(self._trained)
@@ -216,6 +218,13 @@ class VirtualEngine(Engine):
         self._reduced[optimizer] = True
         self.gradients.note_reduction(self._steps.factor())
 
+    def _refuse_asked(self, optimizer: Optimizer, count: int = 0) -> NoReturn:
+        raise RuntimeError(
+            f"the {type(optimizer).__name__} was asked to step for {count or len(self._sums[optimizer][0])} of the "
+            f"{self._virtual.each} batches that this rank has of a round; call its step() for each: it does nothing "
+            "until the last one"
+        )
+
     def _check_drawn(self, batch: Batch) -> None:
         """Refuse a step after its loop has gone on to the next round, whose random numbers the step would change."""
         last = batch.loop.last
@@ -232,6 +241,8 @@ class VirtualEngine(Engine):
     def restart(self) -> None:
         super().restart()
         self._asked.clear()
+        self._sums.clear()
+        self._world.state.deliveries.settle()
         self._reduced.clear()
         self._buffers.forget()
 
@@ -273,6 +284,21 @@ class VirtualEngine(Engine):
             f"gradients of the {self.name} were assigned by hand, and virtual_ranks adds those that backward passes "
             "leave; let accelerator.backward(loss) leave them in .grad"
         )
+
+
+def check_left(world: World, virtual: VirtualRanks, current: Loop | None = None) -> None:
+    """Refuse to go on after a loop, another one than the current, was left in the middle of a round; but for a look at
+    its first batch."""
+    for loop in [each for each in world.state.deliveries.recent() if each is not current]:
+        draw = loop.last.draw
+        is_left = not (loop.is_open or loop.is_exhausted or loop.is_settled)
+        is_left = is_left and bool(loop.num_batches > 1 or loop.num_used or loop.gathered)
+        if is_left and draw is not None and not virtual.ends_round(draw):
+            raise RuntimeError(
+                f"a loop was left after {loop.num_batches} batches, in the middle of a round of {virtual.count} "
+                "virtual ranks: on another number of ranks these are other samples; leave it where "
+                "accelerator.sync_gradients is true, or loop over a part of the data, Subset(dataset, range(n))"
+            )
 
 
 def _add(one: Tensors, other: Tensors) -> Tensors:
