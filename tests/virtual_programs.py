@@ -28,22 +28,13 @@ from modes import PROCESSES_2, SOLO, Mode
 from step_programs import LINES, LOOPS, Choose, Outcome, Program, Setup, run_programs
 
 MODES = (SOLO, PROCESSES_2, Mode("processes", 3))
-APART = (
-    "tokens",
-    "foreign",
-    "replay",
-    "keep",
-    "save",
-    "best",
-    "step f; zero f none; draw b",
-    "backward accelerator; draw a",
-)
-OF_ROUNDS = tuple(line for line in LOOPS if not any(part in line for part in APART))
-"""Those that virtual ranks do not refuse."""
+REFUSED = ("tokens", "foreign", "replay", "keep", "save", "best", "zero f none; draw b", "accelerator; draw a")
+OF_ROUNDS = tuple(line for line in LOOPS if not any(part in line for part in REFUSED))
+"""Those that virtual ranks take."""
+WITHIN = tuple(line for line in LINES if not line.startswith(("foreign", "hook", "freeze", "unfreeze", "zero")))
+"""What may come in a round: no data of a rank alone, and nothing that changes the model, or what is zeroed."""
 BETWEEN = ("evaluate 99", "leave a", "end a", "erase 0", "freeze 0", "unfreeze 0", "best", "load_best", "read every")
 """What a script does where a round has ended."""
-
-
 OF_TORCH = ("Expected more than 1 value per channel", "modified by an inplace operation")
 
 
@@ -94,7 +85,7 @@ def any_program(choose: Choose) -> VirtualProgram:
         if choose([False, False, True]):
             place = choose(range(len(body)))
             if choose([True, True, False]):
-                body.insert(place, choose([line for line in LINES if "foreign" not in line]))  # of each rank its own
+                body.insert(place, choose(WITHIN))
             elif len(body) > 1 and not body[place].startswith(("forward", "backward")):
                 body.pop(place)
         after = [line for line in ("drop", choose(BETWEEN)) if choose([True, False, False])]
