@@ -31,8 +31,9 @@ MODES = (SOLO, PROCESSES_2, Mode("processes", 3))
 REFUSED = ("tokens", "foreign", "replay", "keep", "save", "best", "zero f none; draw b", "accelerator; draw a")
 OF_ROUNDS = tuple(line for line in LOOPS if not any(part in line for part in REFUSED))
 """Those that virtual ranks take."""
-WITHIN = tuple(line for line in LINES if not line.startswith(("foreign", "hook", "freeze", "unfreeze", "zero")))
-"""What may come in a round: no data of a rank alone, and nothing that changes the model, or what is zeroed."""
+NOT_WITHIN = ("foreign", "hook", "freeze", "unfreeze", "zero", "zero_model", "list")
+WITHIN = tuple(line for line in LINES if line.split()[0] not in NOT_WITHIN)
+"""What may come in a round: no data of a rank alone, nothing that changes the model, what is zeroed, or the epoch."""
 BETWEEN = ("evaluate 99", "leave a", "end a", "erase 0", "freeze 0", "unfreeze 0", "best", "load_best", "read every")
 """What a script does where a round has ended."""
 OF_TORCH = ("Expected more than 1 value per channel", "modified by an inplace operation")

@@ -290,7 +290,7 @@ def check_left(world: World, virtual: VirtualRanks, current: Loop | None = None)
     """Refuse to go on after a loop, another one than the current, was left in the middle of a round; but for a look at
     its first batch."""
     for loop in [each for each in world.state.deliveries.recent() if each is not current]:
-        draw = loop.last.draw
+        draw = None if loop.last is None else loop.last.draw
         is_left = not (loop.is_open or loop.is_exhausted or loop.is_settled)
         is_left = is_left and bool(loop.num_batches > 1 or loop.num_used or loop.gathered)
         if is_left and draw is not None and not virtual.ends_round(draw):
