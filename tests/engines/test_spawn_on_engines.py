@@ -225,7 +225,7 @@ def test_a_lost_machine_is_an_error_that_says_so(ground: Ground, tmp_path: Path)
     found = ground.run(tmp_path, "lose")
     assert found["type"] == "UnisonoError", found
     assert any(words in found["text"] for words in ("has sent no result", "has been silent", "have lost each other"))
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 150  # 20 s alone
 
 
 def test_an_agent_that_a_scheduler_ends_is_an_error_that_says_so(local: Ground, tmp_path: Path) -> None:
