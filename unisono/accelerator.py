@@ -441,6 +441,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Raises:
             Exception: the error of a tracker, after all others were closed; of several, an ExceptionGroup. The error
                 of a failed save.
+            RuntimeError: a loop was left in the middle of a round of virtual ranks.
         """
         try:
             super().end_training()
