@@ -54,7 +54,6 @@ from unisono.training.steps import Steps
 from unisono.training.strategies.sharded import is_distributed
 from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
-from unisono.training.strategies.virtual import check_left
 from unisono.world import World, current_world
 
 
@@ -462,10 +461,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Raises:
             ValueError: strategy "fsdp" has divided the parameters among the ranks.
-            RuntimeError: a loop was left in the middle of a round of virtual ranks.
+            RuntimeError: it is called in the middle of a round of virtual ranks, or a loop was left there.
         """
-        if self._steps.virtual is not None:
-            check_left(self.world, self._steps.virtual)
+        self._states.check_round("digest")
         found = hashlib.sha256()
         for module in self._prepared.modules():
             for name, each in module.state_dict().items():

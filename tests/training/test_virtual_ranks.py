@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean
 from unisono.backends.cpu import CpuBackend
-from unisono.errors import CheckpointError, WorkerDiedError
+from unisono.errors import WorkerDiedError
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
 V = 4
@@ -257,6 +257,32 @@ def weights(seed: int, count: int | None) -> list[torch.Tensor]:
     return [each.detach().clone() for each in accelerator.unwrap_model(model).parameters()]
 
 
+def maker_first(count: int | None) -> list[torch.Tensor]:
+    """The loss of the maker, which comes first, leaves gradients in the judge, on those that it has stepped on."""
+    accelerator = Accelerator(seed=1, virtual_ranks=count)
+    maker, judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (maker, judge)]
+    rows = TensorDataset(torch.randn(26, 3, dtype=torch.float64))
+    made_by, judged_by, one, other, loader = accelerator.prepare(maker, judge, *steps, DataLoader(rows, 3))
+    for (real,) in loader:
+        made = made_by(real.flip(1))
+        lost, told = F.softplus(-judged_by(made)).mean(), F.softplus(judged_by(made.detach()) - judged_by(real)).mean()
+        one.zero_grad()
+        accelerator.backward(lost)
+        one.step()
+        other.zero_grad()
+        accelerator.backward(told)
+        other.step()
+    return [each.detach().clone() for each in (*maker.parameters(), *judge.parameters())]
+
+
+def test_gradients_that_another_models_loss_leaves_are_zeroed_as_on_a_device_of_its_own() -> None:
+    first, *others = [on(ranks, lambda: maker_first(V)) for ranks in (1, 2, 3)]
+    assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
+    for one, other in zip(first, on(V, lambda: maker_first(None)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 def test_buffers_are_the_mean_over_the_virtual_ranks() -> None:
     rows = torch.randn(8, 3)
 
@@ -409,14 +435,15 @@ def test_a_stream_is_refused() -> None:
         Accelerator(virtual_ranks=2).prepare(DataLoader(Stream(), 1))
 
 
-def test_a_checkpoint_within_a_round_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["save_state", "save_model", "digest"])
+def test_what_would_be_the_state_within_a_round_is_refused(name: str, tmp_path: Path) -> None:
     accelerator, model, optimizer, loader = model_and_loader(project_dir=tmp_path)
     for (inputs,) in loader:
         accelerator.backward(model(inputs).sum())
         optimizer.step()
         if not accelerator.sync_gradients:
-            with pytest.raises(CheckpointError, match="in the middle of a round of 2 virtual ranks"):
-                accelerator.save_state()
+            with pytest.raises(RuntimeError, match=f"{name} was called in the middle of a round of 2 virtual ranks"):
+                getattr(accelerator, name)(*[model, tmp_path][: 2 * (name == "save_model")])
             return
     raise AssertionError
 
@@ -488,6 +515,12 @@ def steps_on_some(loop: Loop) -> None:
             loop.optimizer.step()
 
 
+def zeroes_nothing(loop: Loop) -> None:
+    for (inputs,) in loop.loader:
+        loop.backward(inputs)
+        loop.optimizer.step()
+
+
 def closes(loop: Loop) -> None:
     loop.each(lambda inputs: loop.optimizer.step(lambda: loop.backward(inputs)))
 
@@ -523,6 +556,7 @@ REFUSED: dict[Callable[[Loop], None], str] = {
     sharpens: "another change of its parameters, in the same round",
     steps_twice: "was asked to step twice for one batch",
     steps_on_some: "was asked to step for 1 of the 2 batches",
+    zeroes_nothing: "those of the first were not zeroed",
     closes: "and a closure cannot be combined",
     uses_more_threads: r"set_num_threads\(2\) was called",
     makes_graphs: r"create_graph=True\) through the",
@@ -891,12 +925,16 @@ def leave_after(count: int, then: Callable[[Loop, Any], Any]) -> Any:
     "then",
     [
         lambda loop, inputs: loop.accelerator.digest(),
+        lambda loop, inputs: loop.accelerator.save_model(loop.model, "saved"),
         lambda loop, inputs: loop.accelerator.end_training(),
         lambda loop, inputs: loop.each(loop.backward),
     ],
-    ids=["digest", "end_training", "another loop"],
+    ids=["digest", "save_model", "end_training", "another loop"],
 )
-def test_a_loop_that_is_left_in_the_middle_of_a_round_is_refused(then: Callable[[Loop, Any], Any]) -> None:
+def test_a_loop_that_is_left_in_the_middle_of_a_round_is_refused(
+    then: Callable[[Loop, Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     leave_after(2, then)
     for count in (1, 3):
         with pytest.raises(RuntimeError, match=f"left after {count} batches, in the middle of a round of 2 .*Subset"):

@@ -23,6 +23,8 @@ from unisono.torch_private import VERSION
 from unisono.training.gradients import buckets
 from unisono.training.machine import Step, Visit
 from unisono.training.parameter_names import parameters_of
+from unisono.training.rules import TAKEN
+from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.strategy import Strategy
@@ -43,6 +45,7 @@ class VirtualEngine(Engine):
         self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[Tensors]]] = WeakKeyDictionary()
         self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
+        self._unzeroed = set[int]()  # the ids of parameters whose gradients of an earlier step `zero_grad` has to drop
         self._buffers = VirtualBuffers(self.name, self.members, virtual)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
@@ -131,8 +134,23 @@ class VirtualEngine(Engine):
                 f"a backward pass through the {self.name} came after its gradients were reduced, as for clipping, and "
                 "before optimizer.step(): with virtual_ranks they cannot be added any more; clip after the last pass"
             )
+        if self.gradients.step is not None and not self.gradients.is_current:
+            self._drop_earlier()
         self.gradients.note_others()  # to find what is changed by hand
         super().begin_pass(False, visit)
+
+    def _drop_earlier(self) -> None:
+        """Drop the gradients of the step before, to which a pass of one virtual rank would add. They must be zeroed
+        before an optimizer steps on them, as in a GAN whose generator comes first."""
+        for each in self.with_gradients():
+            if each.grad is not None:
+                self._unzeroed.add(id(each))
+                each.grad = None
+        self.gradients.note_zeros()
+
+    def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
+        self._unzeroed -= self._unzeroed if optimizer is None else set(map(id, parameters_of(optimizer)))
+        return super().note_zeros(optimizer)
 
     def _has_left(self, visit: Visit) -> bool:
         """Whether a loop of this step, before that of the visit, was left in the middle of its round."""
@@ -145,6 +163,8 @@ class VirtualEngine(Engine):
     def set_aside(self, optimizer: Optimizer) -> None:
         """Move the gradients of a virtual rank to what that optimizer is to step on, when all have had their turns."""
         own = set(map(id, parameters_of(optimizer)))
+        if not self._unzeroed.isdisjoint(own):
+            self.refuse_earlier()
         taken: Tensors = {}
         for each in self.members.with_gradients():
             if id(each) in own and each.grad is not None:
@@ -212,7 +232,7 @@ class VirtualEngine(Engine):
                 present = {id(one) for one, count in zip(parameters, total.tolist(), strict=True) if count}
             elif id(each) in present:
                 # No view, which would keep the memory of the whole bucket.
-                each.grad = torch.div(total, self._virtual.count, out=known.get(each))
+                each.grad = torch.mul(total, 1 / self._virtual.count, out=known.get(each))
             elif id(each) in averaged:
                 means[each] = total / self._virtual.count
         self._reduced[optimizer] = True
@@ -299,6 +319,19 @@ def check_left(world: World, virtual: VirtualRanks, current: Loop | None = None)
                 "virtual ranks: on another number of ranks these are other samples; leave it where "
                 "accelerator.sync_gradients is true, or loop over a part of the data, Subset(dataset, range(n))"
             )
+
+
+def check_between(steps: Steps, name: str) -> None:
+    """Refuse the call of that name in the middle of a round of virtual ranks, if there are any, and after a loop that
+    was left there: another number of ranks would be elsewhere, and buffers are those of one virtual rank."""
+    if steps.virtual is None:
+        return
+    check_left(steps.world, steps.virtual)
+    if steps.step.state != TAKEN and steps.step.visits:
+        raise RuntimeError(
+            f"{name} was called in the middle of a round of {steps.virtual.count} virtual ranks; call it after "
+            "optimizer.step(), where accelerator.sync_gradients is true"
+        )
 
 
 def _add(one: Tensors, other: Tensors) -> Tensors:
