@@ -28,7 +28,7 @@ from modes import PROCESSES_2, SOLO, Mode
 from step_programs import LINES, LOOPS, Choose, Outcome, Program, Setup, run_programs
 
 MODES = (SOLO, PROCESSES_2, Mode("processes", 3))
-REFUSED = ("tokens", "foreign", "replay", "keep", "save", "best", "zero f none; draw b", "accelerator; draw a")
+REFUSED = ("foreign", "replay", "keep", "save", "best", "zero f none; draw b", "accelerator; draw a")
 OF_ROUNDS = tuple(line for line in LOOPS if not any(part in line for part in REFUSED))
 """Those that virtual ranks take."""
 NOT_WITHIN = ("foreign", "hook", "freeze", "unfreeze", "zero", "zero_model", "list")

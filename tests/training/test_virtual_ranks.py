@@ -283,6 +283,36 @@ def test_gradients_that_another_models_loss_leaves_are_zeroed_as_on_a_device_of_
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+def weighted(count: int | None, has_norm: bool = False) -> list[torch.Tensor]:
+    """By the numbers of tokens: none in the first round, and few in the next batch."""
+    accelerator = Accelerator(seed=3, virtual_ranks=count)
+    norm = nn.BatchNorm1d(4) if has_norm else nn.Tanh()
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    tokens = torch.randint(6, (56,)).where(torch.arange(56) >= 18, 0)
+    rows = TensorDataset(torch.randn(56, 3, dtype=torch.float64), tokens)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4))
+    for _ in range(2):
+        for inputs, numbers in loader:
+            optimizer.zero_grad()
+            loss = (model(inputs).square()[:, 0] * numbers).sum() / numbers.sum().clamp(min=1)
+            accelerator.backward(loss, weight=numbers.sum())
+            optimizer.step()
+    return [each.detach().clone() for each in accelerator.unwrap_model(model).state_dict().values()]
+
+
+def test_weights_of_batches_are_those_of_as_many_ranks() -> None:
+    first, *others = [on(ranks, lambda: weighted(V)) for ranks in (1, 2, 3)]
+    assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
+    for one, other in zip(first, on(V, lambda: weighted(None)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_a_round_in_which_nothing_counts_is_skipped_with_its_buffers_averaged() -> None:
+    first, *others = [on(ranks, lambda: weighted(V, has_norm=True)) for ranks in (1, 2, 3)]
+    assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
+
+
 def test_buffers_are_the_mean_over_the_virtual_ranks() -> None:
     rows = torch.randn(8, 3)
 
@@ -633,12 +663,10 @@ def test_a_batch_that_is_left_out_is_refused() -> None:
                 optimizer.zero_grad()
 
 
-def test_data_of_no_loader_and_weights_are_refused() -> None:
-    accelerator, model, _, loader = model_and_loader()
+def test_data_of_no_loader_is_refused() -> None:
+    accelerator, model, _, _ = model_and_loader()
     with pytest.raises(ValueError, match="has a loss on data of none; prepare its loader"):
         accelerator.backward(model(torch.ones(3, 1)).sum())
-    with pytest.raises(ValueError, match="pass no weight="):
-        accelerator.backward(model(next(iter(loader))[0]).sum(), weight=2)
 
 
 @pytest.mark.parametrize("count", [None, 3])

@@ -291,6 +291,9 @@ class Engine:
             return False
         return any(each.grad is not None for each in self.members.trained())
 
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """Called in place of a step in which nothing counts. May be a collective."""
+
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).

@@ -95,6 +95,14 @@ class VirtualEngine(Engine):
 
     def after_step(self, optimizer: Optimizer) -> None:
         super().after_step(optimizer)
+        self._share_buffers()
+
+    def skip_step(self, optimizer: Optimizer) -> None:
+        for table in (self._asked, self._sums):
+            table.pop(optimizer, None)
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
         if self._buffers.have_begun:
             if self._buffers.means is None:  # there was a forward pass after the reduction
                 sums = self._buffers.sums()
@@ -227,12 +235,13 @@ class VirtualEngine(Engine):
                 sums[node].update(values)
                 buffers, self._buffers.means = list(values), means
         present, averaged, (known, *_) = set[int](), set(map(id, buffers)), tree.sums.values()
+        factor = 1 / (self._steps.given_total() or self._virtual.count)
         for each, total in self._fold([notes, *parameters, *buffers], sums):
             if each is notes:
                 present = {id(one) for one, count in zip(parameters, total.tolist(), strict=True) if count}
             elif id(each) in present:
                 # No view, which would keep the memory of the whole bucket.
-                each.grad = torch.mul(total, 1 / self._virtual.count, out=known.get(each))
+                each.grad = torch.mul(total, factor, out=known.get(each))
             elif id(each) in averaged:
                 means[each] = total / self._virtual.count
         self._reduced[optimizer] = True
