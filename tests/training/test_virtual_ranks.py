@@ -313,6 +313,33 @@ def test_a_round_in_which_nothing_counts_is_skipped_with_its_buffers_averaged() 
     assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
 
 
+def leaves_out() -> tuple[str, int]:
+    """Takes no step whose norm is not finite; returns how many there were."""
+    accelerator = Accelerator(seed=0, virtual_ranks=V)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows, left_out = torch.randn(48, 3), 0
+    rows[17] = torch.nan
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(rows), 2, shuffle=True))
+    for _ in range(2):
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            accelerator.backward(model(inputs).square().mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if norm is not None and not norm.isfinite():
+                optimizer.zero_grad()
+                left_out += 1
+                continue
+            optimizer.step()
+    return accelerator.digest(), left_out
+
+
+def test_a_step_may_be_left_out_by_its_norm() -> None:
+    digests, numbers = zip(*(on(ranks, leaves_out) for ranks in (1, 2, 3)), strict=True)
+    assert len(set(digests)) == 1
+    assert numbers == (2, 2, 2)
+
+
 def test_buffers_are_the_mean_over_the_virtual_ranks() -> None:
     rows = torch.randn(8, 3)
 

@@ -158,6 +158,9 @@ class VirtualEngine(Engine):
 
     def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
         self._unzeroed -= self._unzeroed if optimizer is None else set(map(id, parameters_of(optimizer)))
+        if optimizer is not None and self._reduced.pop(optimizer, False):  # the step is left out, as for a norm of NaN
+            self._share_buffers()
+            self._steps.take_step(optimizer)
         return super().note_zeros(optimizer)
 
     def _has_left(self, visit: Visit) -> bool:
