@@ -33,7 +33,8 @@ class Members:
     def parameters(self) -> list[nn.Parameter]:
         """Each once, without the tensors that `torch.func.functional_call` puts in their places."""
         self._look()
-        found = [each for each in _values(self._tables[1]) if isinstance(each, nn.Parameter)]
+        # A Parameter's class asks a metaclass about everything else: a bias of None costs a microsecond.
+        found = [each for each in _values(self._tables[1]) if each is not None and isinstance(each, nn.Parameter)]
         return list(dict(zip(map(id, found), found, strict=True)).values())  # hashing a tensor costs a Python call
 
     def trained(self) -> list[torch.Tensor]:
@@ -131,8 +132,10 @@ class HeldGradients(Held):
             self.known = self._look()
 
     def _look(self) -> dict[int, tuple[torch.Tensor | None, int]]:
-        found = {id(each): each.grad for each in self._members.trained()}  # hashing a tensor costs a Python call
-        return {each: (grad, -1 if grad is None else getattr(grad, VERSION)) for each, grad in found.items()}
+        trained = self._members.trained()
+        found = [each.grad for each in trained]
+        versions = [-1 if each is None else getattr(each, VERSION) for each in found]
+        return dict(zip(map(id, trained), zip(found, versions, strict=True), strict=True))  # no tensor is hashed
 
     def is_changed(self) -> bool:
         """Whether gradients were assigned in place of those that backward passes have left, or added to them."""
