@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import WorkerDiedError
+from unisono.strategies import FSDP
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
 V = 4
@@ -216,6 +217,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp16": {"mixed_precision": "fp16"},
     "split_batches": {"split_batches": True},
     "zero1": {"strategy": "zero1"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp of attention": {"strategy": "fsdp", "network": "attention", "optimizer": partial(torch.optim.AdamW, lr=0.01)},
     "drop_last": {"loader": partial(DataLoader, batch_size=3, drop_last=True)},
     "workers": {"loader": partial(DataLoader, batch_size=4, shuffle=True, num_workers=1)},
     "lists": {"loader": lists},
@@ -379,6 +382,12 @@ def test_a_run_goes_on_with_its_bits_on_another_number_of_ranks(before: int, aft
     assert on(after, partial(train, "convolutions", state=(str(tmp_path), -1)))[0] == whole
 
 
+def test_a_run_whose_parameters_were_divided_goes_on_with_its_bits_where_they_are_not(tmp_path: Path) -> None:
+    whole, *_ = on(1, partial(train, "attention"))
+    on(3, partial(train, "attention", strategy="fsdp", state=(str(tmp_path), 4)))
+    assert on(2, partial(train, "attention", state=(str(tmp_path), -1)))[0] == whole
+
+
 def two_models(alternates: bool) -> str:
     accelerator = Accelerator(seed=1, virtual_ranks=V)
     maker, judge = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
@@ -453,7 +462,8 @@ def test_the_script_of_the_page_prints_the_same_on_each_number_of_ranks(tmp_path
         ({"virtual_ranks": 0}, "virtual_ranks=0"),
         ({"virtual_ranks": 4, "gradient_accumulation_steps": 2}, "pass virtual_ranks=8"),
         ({"virtual_ranks": 4, "sync_batchnorm": True}, "each virtual rank has statistics of its own"),
-        ({"virtual_ranks": 4, "strategy": "fsdp"}, "pass 'ddp' or 'zero1'"),
+        ({"virtual_ranks": 4, "strategy": FSDP(offload=True)}, "or 'fsdp', without replicas=, offload="),
+        ({"virtual_ranks": 4, "strategy": FSDP(param_dtype=torch.bfloat16)}, "and dtypes"),
     ],
 )
 def test_what_does_not_go_with_them_is_refused_at_once(options: dict[str, Any], words: str) -> None:
@@ -635,11 +645,12 @@ def test_a_loop_whose_bits_would_depend_on_the_ranks_is_refused(loop: Callable[[
     [
         (nn.SyncBatchNorm(1), torch.optim.SGD, "use BatchNorm"),
         (nn.Linear(1, 1), torch.optim.SparseAdam, "use Adam or SGD"),
+        (nn.Linear(1, 1), partial(torch.optim.AdamW, fused=True), "pass fused=False"),
     ],
 )
 def test_what_needs_the_ranks_is_refused(model: nn.Module, optimizer: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Accelerator(virtual_ranks=2).prepare(model, optimizer(model.parameters(), lr=0.1))
+        Accelerator(virtual_ranks=2, strategy="fsdp").prepare(model, optimizer(model.parameters(), lr=0.1))
 
 
 def test_a_collate_fn_that_returns_a_row_of_each_sample_is_one_of_many_and_others_are_refused() -> None:

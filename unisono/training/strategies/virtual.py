@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from unisono.backends.seeding import seed_beside
 from unisono.deliveries import Batch, Loop
+from unisono.strategies import FSDP
 from unisono.torch_private import VERSION
 from unisono.training.gradients import buckets
 from unisono.training.machine import Step, Visit
@@ -37,16 +38,20 @@ class VirtualEngine(Engine):
     """Runs a module for several virtual ranks, one after another."""
 
     def __init__(self, module: nn.Module, world: World, steps: Any, virtual: VirtualRanks) -> None:
-        super().__init__(module, world, steps, shares_buffers=False)
+        self._run_with(module, world, steps)
         self._virtual = virtual
         # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
-        self._versions: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
+        self._first_writes: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
         # Of each optimizer: the step that it was asked for, the virtual ranks for which, and their gradients.
         self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[Tensors]]] = WeakKeyDictionary()
         self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
         self._unzeroed = set[int]()  # the ids of parameters whose gradients of an earlier step `zero_grad` has to drop
         self._buffers = VirtualBuffers(self.name, self.members, virtual)
+
+    def _run_with(self, module: nn.Module, world: World, steps: Any) -> None:
+        """Initialize what runs the module."""
+        Engine.__init__(self, module, world, steps, shares_buffers=False)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         is_recorded = torch.is_grad_enabled()
@@ -71,10 +76,10 @@ class VirtualEngine(Engine):
                 f"a forward pass of the {self.name} is on a batch that is not the one that its loop has drawn last: "
                 "with virtual_ranks random numbers are those of the latter; draw each batch where it is used"
             )
-        step, version = self._steps.step, sum(map(attrgetter(VERSION), self.members.parameters()))
-        round_, first = self._versions.setdefault(batch.loop, (draw.round, version))
+        step, version = self._steps.step, self.count_writes()
+        round_, first = self._first_writes.setdefault(batch.loop, (draw.round, version))
         if round_ != draw.round:
-            self._versions[batch.loop] = draw.round, version
+            self._first_writes[batch.loop] = draw.round, version
         optimizers = [each for each in self.trainers.optimizers() if self._asked.get(each) is step]
         asked = any(draw.rank in self._sums[each][0] for each in optimizers)
         if (round_ == draw.round and first != version) or (is_recorded and asked and step.last is batch):
@@ -84,6 +89,25 @@ class VirtualEngine(Engine):
                 "batch before the first step() of its optimizers, and change parameters by hand where "
                 "accelerator.sync_gradients is true"
             )
+
+    def count_writes(self) -> int:
+        """How often the parameters were written to."""
+        return sum(map(attrgetter(VERSION), self.members.parameters()))
+
+    def trained_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The parameters of an optimizer that are trained, or hold gradients, where passes leave these."""
+        own = set(map(id, parameters_of(optimizer)))
+        return [each for each in self.with_gradients() if id(each) in own]
+
+    def take_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """What passes have left at one of `trained_by`, which has none then."""
+        taken, parameter.grad = parameter.grad, None
+        return taken
+
+    def give_gradient(self, parameter: torch.Tensor, total: torch.Tensor, factor: float, out: Any) -> None:
+        """Let the optimizer find factor times total, in the memory of `out` if that is given."""
+        # No view, which would keep the memory of the whole bucket.
+        parameter.grad = torch.mul(total, factor, out=out)
 
     def _check_buffers(self, batch: Batch) -> None:
         if batch.loop.is_evaluation or not self.trainers.optimizers():
@@ -177,10 +201,9 @@ class VirtualEngine(Engine):
         if not self._unzeroed.isdisjoint(own):
             self.refuse_earlier()
         taken: Tensors = {}
-        for each in self.members.with_gradients():
-            if id(each) in own and each.grad is not None:
-                taken[each] = each.grad.to_dense() if each.grad.layout is not torch.strided else each.grad
-                each.grad = None
+        for each in self.trained_by(optimizer):
+            if (gradient := self.take_gradient(each)) is not None:
+                taken[each] = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         step = self._steps.step
         draw = step.visits[-1].batch.draw if step.visits and step.visits[-1].batch is not None else None
         if draw is None:
@@ -222,9 +245,9 @@ class VirtualEngine(Engine):
         del self._asked[optimizer]
         if len(ranks) < self._virtual.each:
             self._refuse_asked(optimizer, len(ranks))
-        own = set(map(id, parameters_of(optimizer)))
-        parameters = [each for each in self.with_gradients() if id(each) in own]
-        self.agreement.check(self._trained)
+        parameters = self.trained_by(optimizer)
+        if not self.gathers:  # shards differ
+            self.agreement.check(self._trained)
         world.comm.announce(f"the gradients of {self.agreement.place()}")
         # A vector more, in the first bucket: by it, ranks know which parameters have a gradient on any of them.
         notes = (parameters or self.members.parameters())[0].detach().new_zeros(len(parameters))
@@ -243,8 +266,7 @@ class VirtualEngine(Engine):
             if each is notes:
                 present = {id(one) for one, count in zip(parameters, total.tolist(), strict=True) if count}
             elif id(each) in present:
-                # No view, which would keep the memory of the whole bucket.
-                each.grad = torch.mul(total, factor, out=known.get(each))
+                self.give_gradient(each, total, factor, known.get(each))
             elif id(each) in averaged:
                 means[each] = total / self._virtual.count
         self._reduced[optimizer] = True
@@ -378,6 +400,15 @@ class VirtualStrategy(Strategy):
         self._other.check(each)
         if isinstance(each, torch.optim.SparseAdam):
             raise ValueError("virtual_ranks add gradients as dense ones, which SparseAdam refuses; use Adam or SGD")
+        if (
+            isinstance(self.options, FSDP)
+            and isinstance(each, Optimizer)
+            and any(group.get("fused") for group in each.param_groups)
+        ):
+            raise ValueError(
+                f"the {type(each).__name__} has fused=True, whose kernel rounds the last numbers of a shard "
+                "differently: with virtual_ranks and strategy='fsdp', pass fused=False"
+            )
         if isinstance(each, nn.Module) and any(isinstance(part, nn.SyncBatchNorm) for part in each.modules()):
             raise ValueError(
                 f"the {type(each).__name__} has a SyncBatchNorm, and with virtual_ranks each one has statistics of its "
@@ -390,4 +421,8 @@ class VirtualStrategy(Strategy):
             )
 
     def engine_of(self, module: nn.Module) -> Engine:
-        return VirtualEngine(module, self.world, self.steps, self._virtual)
+        if self._other.name != "fsdp":
+            return VirtualEngine(module, self.world, self.steps, self._virtual)
+        from unisono.training.strategies.virtual_fsdp import VirtualFSDPEngine  # which imports FSDP2
+
+        return VirtualFSDPEngine(module, self.world, self.steps, self._virtual, self.options)
