@@ -50,6 +50,7 @@ from unisono.training.prepared.prepared_objects import PreparedObjects
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.prepared.scheduler import Unit
 from unisono.training.rank_view import RankView
+from unisono.training.replay import in_scratch, replay_of
 from unisono.training.steps import Steps
 from unisono.training.strategies.sharded import gathered
 from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
@@ -158,8 +159,11 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.scaler = None
         if mixed_precision == "fp16":
             self.scaler = LossScaler(self.device.type, **(scaler_options or {}))
+        is_replay = replay_of(self.world) is not None
+        if is_replay:  # the files of the run stay as they are, and its trackers get nothing
+            log_with, project_dir = None, in_scratch(project_dir or "runs", self.world)
         self.mixed_precision, self.project_dir, self.split_batches = mixed_precision, project_dir, split_batches
-        self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
+        self._trackers = Trackers(log_with, project_dir, self.world.rank == 0 and not is_replay)
         self._steps = Steps(self.world, gradient_accumulation_steps, virtual)
         self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.

@@ -87,3 +87,9 @@ def fold_frames(text: str) -> str:
     """A traceback without the frames of this package and of torch's collectives; an error that is not this package's
     own keeps the one that has raised it."""
     return _HIDDEN.sub("", text)
+
+
+def users_frame() -> FrameType:
+    """The frame of the user's program that the call came from; the caller's, if there is none."""
+    walked = [frame for frame, _ in walk_stack(sys._getframe(1))]
+    return next((each for each, frame in zip(walked, own_frames(walked[0]), strict=True) if frame.is_users), walked[0])

@@ -43,11 +43,13 @@ class RankState:
     Attributes:
         deliveries: the batches it has received.
         seeds_batches: whether its generators are seeded with each batch, so that nothing depends on their states.
+        command: what `unisono run` has started, as `describe_command` returns it.
     """
 
     def __init__(self) -> None:
         self.deliveries = Deliveries()
         self.seeds_batches = False
+        self.command: dict[str, Any] | None = None
         self._parts: dict[Any, Any] = {}
 
     def part(self, kind: type[T]) -> T:

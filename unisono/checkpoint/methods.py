@@ -29,10 +29,11 @@ from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
 from unisono.timeline import SAVE
 from unisono.torch_private import STEP_WRAPPED
-from unisono.training.digests import describe_kernels
+from unisono.training.digests import describe_kernels, record_checkpoint
 from unisono.training.prepared.prepared_objects import PreparedObjects
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.prepared.stepper import Taken
+from unisono.training.replay import in_scratch, replay_of
 from unisono.training.steps import Steps
 from unisono.training.strategies.states import model_state, on_host
 from unisono.training.strategies.virtual import check_between
@@ -76,7 +77,7 @@ class PreparedStates:
         self._warn_of_schedulers()
         objects = self._named_objects()
         self._check_complete(objects)
-        place = self._next_place if directory is None else Place(folder_at(directory))
+        place = self._next_place if directory is None else Place(folder_at(in_scratch(directory, self._steps.world)))
         for stepper in self._prepared.steppers() if is_async else []:
             if self._saver.poll not in stepper.checks:  # the next step raises the error of a save that has failed
                 stepper.checks.append(self._saver.poll)
@@ -93,6 +94,8 @@ class PreparedStates:
         """See `Accelerator.load_state`."""
         self._prepared.collect()
         folder = self._root if directory is None else folder_at(directory)
+        if (replay := replay_of(self._steps.world)) is not None:
+            folder = folder_at(replay.place_to_load(str(folder)))
         choose = self._run_load_hooks if self.load_hooks else None
         restored = self._saver.load(folder, self._named_objects(), must_exist, choose)
         if restored is None:
@@ -102,6 +105,8 @@ class PreparedStates:
             self._compare_bits(facts[0].get("bits", {}))
         for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
             stepper.taken = Taken(*taken)
+        now = {**facts[0], "bits": self._bits()}
+        record_checkpoint(self._steps.world, "loaded", restored.loaded.path, restored.mark, now)
         for scheduler in self._prepared.schedulers():
             scheduler.follow()
         self._steps.restart()
@@ -331,7 +336,8 @@ class CheckpointMethods:
         self.world.comm.announce("save_model")
         meet(model)
         copy = on_host if self.world.rank == 0 else None
-        state, directory = model_state(user_module(model), self.world, copy), Path(save_directory)
+        state = model_state(user_module(model), self.world, copy)
+        directory = Path(in_scratch(save_directory, self.world))
         name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
 
         def write() -> None:

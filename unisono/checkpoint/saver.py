@@ -47,6 +47,7 @@ from unisono.errors import CheckpointError, CheckpointMismatchError, NoCheckpoin
 from unisono.launch.process_group import suppress_greetings
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.outcome import Outcome, add_note_once
+from unisono.training.digests import record_checkpoint
 from unisono.training.strategies.sharded import gather_aside, is_sharded
 from unisono.training.strategies.states import broadcast_entries
 from unisono.training.strategies.zero1 import is_divided
@@ -100,9 +101,11 @@ class Loaded(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What was loaded; the facts of each rank; on rank zero the accumulated gradients of each, None between steps."""
+    """What was loaded, and the mark of its save; the facts of each rank; on rank zero the accumulated gradients of
+    each, None between steps."""
 
     loaded: Loaded
+    mark: str
     facts: Sequence[Any]
     held: Sequence[Mapping[str, torch.Tensor]] | None
 
@@ -297,6 +300,7 @@ class Saver:
             else:
                 commit(place, write, manifest, mark)
                 self.world.timeline.last_saved = str(place.folder.location)
+                record_checkpoint(self.world, "saved", place.folder.location, mark, contents["ranks"][0]["extra"])
         except OSError as error:  # its own message names no path if the disk is full
             add_note_once(error, f"while writing {place.folder}; the checkpoint before it is as it was")
             raise
@@ -394,4 +398,5 @@ class Saver:
         # After everything that may draw random numbers or run a graph.
         restore_generators([each["generators"] for each in ranks], world)
         loaded = Loaded(path, manifest.step, len(ranks), manifest.score)
-        return Restored(loaded, [each["extra"] for each in ranks], contents.held if contents is not None else None)
+        held = contents.held if contents is not None else None
+        return Restored(loaded, manifest.directory, [each["extra"] for each in ranks], held)

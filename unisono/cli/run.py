@@ -64,7 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
         else:
             _run_on_machines(parsed, target, machines)
     except Exception as error:
-        return _print_failure(error) if _has_run(error) else _print_refusal(error)
+        return print_failure(error) if _has_run(error) else _print_refusal(error)
     from unisono.launch.watching.log_directory import made
 
     if parsed.log_dir is not None and made:  # a launcher's worker makes none
@@ -195,7 +195,7 @@ def _has_run(error: Exception) -> bool:
     return any(frame.name == "run_target" for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _print_failure(error: Exception) -> int:
+def print_failure(error: Exception) -> int:
     """Print what ended the run, once, without the launcher's own frames; return the exit code."""
     from unisono.launch.messages import shows_all_frames
     from unisono.launch.run_target import exit_code_of

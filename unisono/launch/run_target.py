@@ -7,6 +7,7 @@ The command itself imports none of the user's code: that is left to the workers.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import os
@@ -16,6 +17,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from unisono import preemption
@@ -52,6 +55,18 @@ def check_target(target: Target) -> None:
         )
 
 
+def describe_command(target: Target) -> dict[str, Any]:
+    """What is started, and where, for the record of a run; of a script also the SHA-256 of its text."""
+    source = "" if target.is_module else hashlib.sha256(Path(target.name).read_bytes()).hexdigest()
+    return {
+        "target": target.name,
+        "argv": list(target.argv),
+        "is_module": target.is_module,
+        "directory": os.getcwd(),
+        "sha256": source,
+    }
+
+
 def run_target(target: Target) -> None:
     """Run the target in this process, which has its world; `sys.exit(0)` is a success, as for any script, and any other
     SystemExit is raised.
@@ -83,6 +98,8 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     run and its machine. WorkerDiedError if it called `sys.exit` with a code other than 0."""
     world = current_world()
     before = getattr(world.comm, "progress", None)
+    if world.timeline.write_digests is not None:
+        world.state.command = describe_command(target)
     try:
         with variables_set({**variables, **_variables_of_rank(world)}):
             take(_place_of(world, os.environ))  # child processes of the script are not this rank

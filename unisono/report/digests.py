@@ -1,20 +1,39 @@
-"""The digests of a run (`training/digests.py`), and the first step in which those of two runs differ."""
+"""The digests of a run (`training/digests.py`), and the first step in which those of two runs differ; and what the run
+has recorded besides, by which a step is replayed: its command and its checkpoints."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.report.record import DIGESTS
 
-_EQUAL, _DIFFERENT, _NOT_COMPARABLE = range(3)
+EQUAL, DIFFERENT, NOT_COMPARABLE = range(3)
 _SHOWN = 5
 _KINDS = {"gradients": "the gradient of {} differs", "weights": "no gradient differs, but after the step {} does"}
 
 Step = tuple[int, int]
 """The number of an optimizer's step, and that of the optimizer."""
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that a run has saved or loaded.
+
+    Attributes:
+        path: an absolute path, or a URL.
+        mark: the unique name of that save, since another one may have taken its place.
+        steps: how many steps each optimizer had taken.
+    """
+
+    path: str
+    mark: str
+    steps: list[int]
+
+    def step_of(self, optimizer: int) -> int:
+        """The last step of that optimizer."""
+        return self.steps[optimizer] if optimizer < len(self.steps) else 0
 
 
 @dataclass
@@ -25,16 +44,44 @@ class RunDigests:
         settings: arguments of the Accelerator, and what computes.
         steps: of each step with digests: those of gradients and of weights, by kind, and by the names of parameters.
         weights: the SHA-256 of the weights at the end; "" if `end_training()` was not called.
+        command: what `unisono run` has started, as `describe_command` returns it; {} if it was not that.
+        backend: the device family.
+        checkpoints: those that were saved or loaded, in that order.
+        origin: the one that was loaded before the first step.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     steps: dict[Step, dict[str, dict[str, str]]] = field(default_factory=dict)
     weights: str = ""
+    command: dict[str, Any] = field(default_factory=dict)
+    backend: str = ""
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    origin: Checkpoint | None = None
+    _names: dict[int, dict[str, list[str]]] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
         """The last step."""
         return max(step for step, _ in self.steps)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add what one line of the record says; a step that is repeated replaces the earlier one."""
+        if "settings" in line:
+            self.settings, self.weights = line["settings"], ""
+            self.command, self.backend = line.get("command") or {}, line.get("backend", "")
+        elif "sha256" in line:
+            self.weights = line["sha256"]
+        elif "saved" in line or "loaded" in line:
+            found = Checkpoint(line.get("saved") or line["loaded"], line["mark"], line["steps"])
+            if "loaded" in line and not (self.steps or self.checkpoints):
+                self.origin = found
+            self.checkpoints.append(found)
+        elif "step" not in line:
+            self._names[line["optimizer"]] = {kind: line[f"{kind}_of"] for kind in _KINDS}
+        else:
+            of = self._names[line["optimizer"]]
+            digests = {kind: dict(zip(of[kind], line[kind], strict=True)) for kind in _KINDS}
+            self.steps[line["step"], line["optimizer"]] = digests
 
 
 def read_digests(path: str | Path) -> RunDigests:
@@ -44,22 +91,13 @@ def read_digests(path: str | Path) -> RunDigests:
         FileNotFoundError: it has none.
     """
     files = [each for each in (Path(path) / DIGESTS, Path(path) / "latest" / DIGESTS) if each.exists()]
-    found, names = RunDigests(), dict[int, dict[str, list[str]]]()
+    found = RunDigests()
     for text in filter(str.strip, files[0].read_text(errors="replace").splitlines() if files else []):
         try:
             line = json.loads(text)
         except ValueError:
             continue  # a kill has cut it off, or it is being written
-        if "settings" in line:
-            found.settings, found.weights = line["settings"], ""
-        elif "sha256" in line:
-            found.weights = line["sha256"]
-        elif "step" not in line:
-            names[line["optimizer"]] = {kind: line[f"{kind}_of"] for kind in _KINDS}
-        else:
-            of = names[line["optimizer"]]
-            digests = {kind: dict(zip(of[kind], line[kind], strict=True)) for kind in _KINDS}
-            found.steps[line["step"], line["optimizer"]] = digests
+        found.add(line)
     if not found.steps:
         advice = (
             "pass the directory that unisono run --log-dir, or spawn(output=Output(log_dir)), has written, of a run "
@@ -78,38 +116,50 @@ def read_digests(path: str | Path) -> RunDigests:
 def compare_digests(one: RunDigests, other: RunDigests) -> tuple[int, str]:
     """Whether two runs have the same bits, in words, after an exit code: 0 if they do, 1 if not, 2 if they cannot be
     compared."""
+    code, text = _compare_runs(one, other)
+    return code, "\n".join(filter(None, [compare_settings(one, other), text]))
+
+
+def compare_settings(one: RunDigests, other: RunDigests) -> str:
+    """What the bits depend on that differs, in words; "" if nothing does."""
     both = [(name, one.settings.get(name), other.settings.get(name)) for name in {**one.settings, **other.settings}]
     differing = [f"{name} {mine}, {others}" for name, mine, others in both if mine != others]
-    code, text = _compare_steps(one, other)
-    return code, f"configurations differ: {'; '.join(differing)}\n{text}" if differing else text
+    return f"configurations differ: {'; '.join(differing)}" if differing else ""
 
 
-def _compare_steps(one: RunDigests, other: RunDigests) -> tuple[int, str]:
-    common = sorted(one.steps.keys() & other.steps.keys())
-    if not common:
+def _compare_runs(one: RunDigests, other: RunDigests) -> tuple[int, str]:
+    if not one.steps.keys() & other.steps.keys():
         spans = [f"{min(each.steps)[0]} to {each.last}" for each in (one, other)]
-        return _NOT_COMPARABLE, (
+        return NOT_COMPARABLE, (
             f"no step has digests in both: the first run has some of the steps {spans[0]}, the second of {spans[1]}; "
             "give both the same digest_every; one that was resumed has the steps from there on"
         )
+    code, equal = compare_steps(one, other)
+    if code != EQUAL:
+        return code, equal
+    if one.last != other.last:
+        return DIFFERENT, f"{equal}; the first run ends with step {one.last}, the second one with {other.last}"
+    if not (one.weights and other.weights):
+        lacking = " and ".join(text for text, run in (("the first", one), ("the second", other)) if not run.weights)
+        return EQUAL, f"{equal}, the last with digests; {lacking} did not come to accelerator.end_training()"
+    if one.weights != other.weights:
+        return DIFFERENT, f"{equal}; then weights differ: sha256 {one.weights}, {other.weights}"
+    return EQUAL, f"{equal}, the last; weights sha256 {one.weights}"
+
+
+def compare_steps(one: RunDigests, other: RunDigests) -> tuple[int, str]:
+    """Compare the steps that have digests in both; the exit code, and the first that differs, in words."""
     equal, before = "equal up to no step", 0
-    for each in common:
+    for each in sorted(one.steps.keys() & other.steps.keys()):
         mine, others = one.steps[each], other.steps[each]
         if names := {name for kind in _KINDS for name in mine[kind].keys() ^ others[kind].keys()}:
             shown = ", ".join(sorted(names)[:_SHOWN])
-            return _NOT_COMPARABLE, f"at step {each[0]} they do not train the same parameters: {shown}"
+            return NOT_COMPARABLE, f"at step {each[0]} they do not train the same parameters: {shown}"
         if mine != others:
             between = "" if each[0] - before <= 1 else "; digest_every=1 looks at the steps between, too"
-            return _DIFFERENT, f"{equal}; at step {each[0]} {_describe(mine, others)}{between}"
+            return DIFFERENT, f"{equal}; at step {each[0]} {_describe(mine, others)}{between}"
         equal, before = f"equal up to step {each[0]}", each[0]
-    if one.last != other.last:
-        return _DIFFERENT, f"{equal}; the first run ends with step {one.last}, the second one with {other.last}"
-    if not (one.weights and other.weights):
-        lacking = " and ".join(text for text, run in (("the first", one), ("the second", other)) if not run.weights)
-        return _EQUAL, f"{equal}, the last with digests; {lacking} did not come to accelerator.end_training()"
-    if one.weights != other.weights:
-        return _DIFFERENT, f"{equal}; then weights differ: sha256 {one.weights}, {other.weights}"
-    return _EQUAL, f"{equal}, the last; weights sha256 {one.weights}"
+    return EQUAL, equal
 
 
 def _describe(mine: dict[str, dict[str, str]], others: dict[str, dict[str, str]]) -> str:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from unisono.deliveries import Batch, Loop
 from unisono.training.parameter_names import parameters_of
+from unisono.training.replay import replay_of
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import is_distributed
@@ -61,8 +62,20 @@ def _places(count: int, device: torch.device) -> torch.Tensor:
 def record_settings(world: World, given: Mapping[str, Any]) -> None:
     """Write the arguments of an Accelerator that bits depend on, and what else they do, where a record is kept."""
     if world.timeline.write_digests is not None:
-        settings = {name: given[name] for name in _SETTINGS}
-        world.timeline.write_digests({"settings": {**settings, **describe_kernels(world)}, "ranks": world.world_size})
+        settings = {name: given[name] for name in _SETTINGS} | describe_kernels(world)
+        started = {"ranks": world.world_size, "backend": world.backend.name, "command": world.state.command}
+        world.timeline.write_digests({"settings": settings, **started})
+
+
+def record_checkpoint(world: World, kind: str, path: object, mark: str, facts: Mapping[str, Any] | None) -> None:
+    """Write that a checkpoint was "saved" or "loaded", where a record is kept, from which a step can be replayed.
+
+    Args:
+        facts: of an Accelerator, `taken` by its optimizers, and `bits`, which are empty without virtual ranks.
+    """
+    write = world.timeline.write_digests
+    if write is not None and facts and facts["bits"]:
+        write({kind: str(path), "mark": mark, "steps": [steps for steps, *_ in facts["taken"]]})
 
 
 def say_weights(world: World, digest: str) -> None:
@@ -87,12 +100,14 @@ class Digests:
     """The digests of one optimizer's steps.
 
     Args:
-        every: steps with digests are those whose number it divides, and the last of each epoch.
+        every: steps with digests are those whose number it divides, and the last of each epoch. In a replay, they are
+            those that have some in the record, and the last.
     """
 
     def __init__(self, optimizer: Optimizer, steps: Steps, every: int) -> None:
         self._optimizer, self._steps, self._every = optimizer, steps, every
         self._number = next(steps.world.state.part(_OfRank).numbers)
+        self._replay = replay_of(steps.world)
         self._names: list[list[str]] = []
         self._step = 0  # the last one whose gradients were looked at
         self._of_gradients: list[tuple[str, torch.Tensor]] | None = None
@@ -104,7 +119,9 @@ class Digests:
         if step == self._step:
             return
         self._step, self._of_gradients = step, None
-        if step % self._every == 0 or self._is_last(self._steps.step.last):
+        if self._replay is not None:
+            self._replay.begin_step(self._number, step)
+        if self._has_digests(step):
             named = [(name, each.grad) for name, each in self._parameters(engines)]
             if any(is_distributed(each) for _, each in named):
                 return  # rank zero has its shards
@@ -112,6 +129,31 @@ class Digests:
 
     def note_step(self, step: int, engines: Sequence[Engine]) -> None:
         """That step was taken, the buffers are those after it."""
+        self._write(step, engines)
+        if self._replay is not None:
+            self._replay.end_step(self._number, step)
+
+    @property
+    def has_debugger(self) -> bool:
+        """Whether a debugger is to run in front of a step."""
+        return self._replay is not None and self._replay.has_debugger
+
+    def step_in_debugger(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """That method of the optimizer, with a debugger in front of the step that is replayed."""
+
+        def debugged(*args: Any, **kwargs: Any) -> Any:
+            assert self._replay is not None
+            self._replay.debug(self._number, self._step)
+            return step(*args, **kwargs)
+
+        return debugged
+
+    def _has_digests(self, step: int) -> bool:
+        if self._replay is not None:
+            return self._replay.wants(self._number, step)
+        return step % self._every == 0 or self._is_last(self._steps.step.last)
+
+    def _write(self, step: int, engines: Sequence[Engine]) -> None:
         gradients, self._of_gradients = self._of_gradients, None
         write = self._steps.world.timeline.write_digests
         if gradients is None or step != self._step or write is None:

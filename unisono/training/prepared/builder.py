@@ -24,6 +24,7 @@ from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.prepared.scheduler import UnpreparedSchedule
 from unisono.training.prepared.stepper import Stepper
+from unisono.training.replay import replay_of
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.strategy import Strategy
 from unisono.world import World
@@ -94,8 +95,11 @@ class Builder:
         """Create the stepper that makes the optimizer step for all ranks."""
         step = self.strategy.step_of(optimizer)
         steps, digests = self.passes.steps, None
-        if steps.virtual is not None and self.digest_every and self.world.timeline.write_digests is not None:
+        is_recorded = self.digest_every and self.world.timeline.write_digests is not None
+        if steps.virtual is not None and (is_recorded or replay_of(self.world) is not None):
             digests = Digests(optimizer, steps, self.digest_every)
+            if digests.has_debugger:
+                step = digests.step_in_debugger(optimizer.step if step is None else step)
         stepper = Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step, digests)
         UnpreparedSchedule(stepper)
         return stepper

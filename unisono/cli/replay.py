@@ -1,0 +1,162 @@
+"""`unisono replay`: a step of a recorded run with virtual ranks once more, with its bits, on any number of devices."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from bdb import BdbQuit
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.launch.run_target import Target
+    from unisono.report.digests import RunDigests
+    from unisono.training.replay import Replay
+
+_NOT_REPLAYED = 2
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="a step of a recorded run with virtual ranks once more, with its bits, on any number of devices",
+        description="Starts the script of a run with Accelerator(virtual_ranks=...) once more, from the last "
+        "checkpoint before a step, compares digests with those of its record, and ends after the step. The run's files "
+        "stay as they are. Exit code: 0 if all that was compared is equal, 1 if some step differs, 2 if the step "
+        "cannot be replayed.",
+    )
+    parser.add_argument("directory", metavar="RUN", help="the run's directory, or a log directory: its latest run")
+    parser.add_argument("--step", metavar="S", type=int, required=True, help="the step of the optimizer, from 1")
+    parser.add_argument("-n", "--nproc", metavar="N", type=int, default=1, help="devices, up to virtual_ranks; else 1")
+    parser.add_argument("--pdb", action="store_true", help="a debugger in front of the step, on one device")
+    parser.add_argument(
+        "--optimizer", metavar="K", type=int, default=0, help="count its steps: 0 is the first that was prepared"
+    )
+    parser.add_argument("--backend", metavar="B", help="the device family; else that of the run, if it is here")
+    parser.add_argument("--cwd", metavar="DIR", help="start the script there, not where the run was started")
+    parser.add_argument("--args", nargs=argparse.REMAINDER, default=[], help="last: further arguments of the script")
+    parser.set_defaults(parser=parser, run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    from unisono.cli.run import print_failure  # here, as all that imports torch
+    from unisono.launch.job import private_directory
+    from unisono.launch.options import Output
+    from unisono.launch.run_target import check_target, variables_of_machine, variables_of_run
+    from unisono.launch.spawn import spawn
+    from unisono.report.digests import read_digests
+
+    with contextlib.ExitStack() as stack:
+        try:
+            recorded = read_digests(parsed.directory)
+            _check(parsed, recorded)
+            replay = _plan(parsed, recorded)
+            target = _target_of(parsed, replay)
+            stack.enter_context(contextlib.chdir(parsed.cwd or replay.kept))
+            check_target(target)
+            replay = replace(replay, scratch=str(stack.enter_context(private_directory("replay"))))
+        except (OSError, ValueError, ImportError) as error:
+            print(f"unisono replay: {error}", file=sys.stderr)
+            return _NOT_REPLAYED
+        args = replay, target, {**variables_of_run(None, 0), **variables_of_machine()}
+        output = Output(prefix="several" if parsed.nproc > 1 else False)
+        try:
+            found = spawn(replay_rank, args, parsed.nproc, backend=_family_of(parsed, recorded), output=output)
+        except Exception as error:
+            print_failure(error)
+            return _NOT_REPLAYED
+    code, text = found[0]
+    print(text)
+    return int(code)
+
+
+def replay_rank(rank: int, replay: Replay, target: Target, variables: dict[str, str]) -> tuple[int, str]:
+    """Replay as a worker of `spawn`; returns `replay.verdict()`."""
+    from unisono.launch.run_target import run_worker_target
+    from unisono.world import current_world
+
+    with replay.running(current_world()), contextlib.suppress(BdbQuit):
+        run_worker_target(rank, target, variables)
+    return replay.verdict()
+
+
+def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
+    """ValueError: what was asked for does not fit the run."""
+    count, optimizers = recorded.settings.get("virtual_ranks"), {optimizer for _, optimizer in recorded.steps}
+    if not recorded.command:
+        raise ValueError(
+            f"the record in {parsed.directory} does not say how the run was started: unisono run --log-dir writes that "
+            "since 0.1, and spawn() in a script does not; record it by unisono run --log-dir logs script.py"
+        )
+    if parsed.step < 1:
+        raise ValueError(f"--step {parsed.step}: steps are numbered from 1")
+    if not 1 <= parsed.nproc <= count:
+        raise ValueError(f"-n {parsed.nproc}: the run has virtual_ranks={count}; pass a number from 1 to {count}")
+    if parsed.pdb and parsed.nproc > 1:
+        raise ValueError(f"--pdb needs the terminal, which one device has; leave out -n {parsed.nproc}")
+    if parsed.optimizer not in optimizers:
+        raise ValueError(f"--optimizer {parsed.optimizer}: the record has those of {sorted(optimizers)}")
+
+
+def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> Replay:
+    """What is to be replayed, from the last checkpoint that is there; prints it. ValueError: there is no beginning."""
+    from unisono.training.replay import Replay
+
+    before = recorded.command["directory"]
+    directory = os.path.realpath(before if os.path.isdir(before) else ".")  # on another machine, where we are
+    path, begin = "", 0
+    for each in recorded.checkpoints:
+        step = each.step_of(parsed.optimizer)
+        if begin <= step < parsed.step and (found := _find(each.path, each.mark, before, directory)):
+            path, begin = found, step
+    if not path and (origin := recorded.origin) is not None:
+        raise ValueError(
+            f"the run went on from {origin.path}, at step {origin.step_of(parsed.optimizer)}, and neither that nor "
+            f"another checkpoint before step {parsed.step} is there; replay the run that has saved it"
+        )
+    said = f"from {path}, after step {begin}," if path else "from the start, since no checkpoint before it is there,"
+    print(f"unisono replay: {said} to step {parsed.step}", file=sys.stderr)
+    if parsed.step > recorded.last:
+        print(f"unisono replay: the record has digests up to step {recorded.last}", file=sys.stderr)
+    return Replay(parsed.step, parsed.optimizer, path, "", directory, recorded, parsed.pdb)
+
+
+def _find(path: str, mark: str, before: str, directory: str) -> str:
+    """The path of that checkpoint, if it is still what was saved: the same, or in the copy of the run's directory; ""
+    if it is gone."""
+    from unisono.checkpoint.directory import read_manifest
+    from unisono.checkpoint.folders import folder_at
+    from unisono.errors import CheckpointError
+
+    places = [path]
+    if Path(path).is_relative_to(before):
+        places.append(os.path.join(directory, Path(path).relative_to(before)))
+    for each in places:
+        with contextlib.suppress(CheckpointError, OSError, ImportError):
+            if read_manifest(folder_at(each)).directory == mark:
+                return each
+    return ""
+
+
+def _target_of(parsed: argparse.Namespace, replay: Replay) -> Target:
+    """The script or module, found from any directory."""
+    from unisono.launch.run_target import Target
+
+    command = replay.recorded.command
+    name, argv = command["target"], (*command["argv"], *parsed.args)
+    if command["is_module"]:
+        sys.path.insert(0, replay.kept)
+    elif parsed.cwd:
+        name = os.path.join(replay.kept, name)
+    return Target(name, argv, command["is_module"])
+
+
+def _family_of(parsed: argparse.Namespace, recorded: RunDigests) -> str | None:
+    from unisono.backends import get_backend
+
+    return parsed.backend or (recorded.backend if get_backend(recorded.backend).is_available() else None)

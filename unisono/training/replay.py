@@ -1,0 +1,236 @@
+"""A replay of a step of a recorded run with virtual ranks (`unisono replay`): what its ranks do differently.
+
+Before its first step, a rank loads the checkpoint that was chosen, whatever the script names. Its digests are compared
+with those of the record, and each rank ends after the step that was asked for. What the package would write goes to a
+scratch directory, and what the script itself would write over is refused.
+
+*Threads:* the rank's; the guard of files is called in any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pdb
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+
+from unisono.report.digests import (
+    DIFFERENT,
+    EQUAL,
+    NOT_COMPARABLE,
+    RunDigests,
+    compare_settings,
+    compare_steps,
+)
+from unisono.stacks import users_frame
+from unisono.world import World
+
+_WRITES = {"open": 1, "os.remove": 1, "os.rename": 2, "os.truncate": 1, "shutil.rmtree": 1}  # how many paths each has
+
+
+@dataclass
+class Replay:
+    """What is replayed, and how far it is. The instance of each rank is its own.
+
+    Attributes:
+        step, optimizer: the rank ends after this step of the optimizer of this number.
+        checkpoint: what `load_state` loads before the first step; "" for none.
+        scratch: the directory for what is written.
+        kept: the directory whose files stay as they are.
+        recorded: the digests of the run.
+        has_debugger: a debugger runs in front of the step.
+        replayed: on rank zero, the digests of this replay.
+        first, last: the first and the last step so far; 0 if there is none.
+    """
+
+    step: int
+    optimizer: int
+    checkpoint: str
+    scratch: str
+    kept: str
+    recorded: RunDigests
+    has_debugger: bool = False
+    replayed: RunDigests = field(default_factory=RunDigests)
+    first: int = 0
+    last: int = 0
+    _is_loaded: bool = False
+    _was_debugged: bool = False
+    _has_differed: bool = False
+    _ranks: int = 1
+
+    @contextmanager
+    def running(self, world: World) -> Iterator[None]:
+        """Let the rank of that world replay during the block."""
+        world.state.part(_OfRank).replay = self
+        self._ranks = world.world_size
+        if world.rank == 0:
+            world.timeline.write_digests = self._compare
+        with files_kept(self.kept):
+            yield
+
+    def in_scratch(self, path: str | os.PathLike[str]) -> str:
+        """The place in the scratch directory for what would be written there."""
+        absolute = os.path.abspath(path)
+        return absolute if absolute.startswith(self.scratch + os.sep) else self.scratch + absolute
+
+    def place_to_load(self, place: str) -> str:
+        """Where `load_state` is to look, if the script names that place: the chosen checkpoint comes before the first
+        step; later ones are those that the replay itself has saved, if it has."""
+        if not self.first and self.checkpoint:
+            self._is_loaded = True
+            return self.checkpoint
+        own = self.in_scratch(place)
+        if not self.first or os.path.isdir(own):
+            return own
+        return self.checkpoint or place if own == place else place
+
+    def wants(self, optimizer: int, step: int) -> bool:
+        """Whether the step of that optimizer is to have digests."""
+        return (step, optimizer) in self.recorded.steps or (step, optimizer) == (self.step, self.optimizer)
+
+    def begin_step(self, optimizer: int, step: int) -> None:
+        """The gradients of that step are reduced."""
+        if optimizer != self.optimizer:
+            return
+        if step > self.step:  # a debugger has gone on
+            sys.exit(0)
+        if not self.first and self.checkpoint and not self._is_loaded:
+            _say(
+                "the script calls no load_state before its first step, and begins with step 1; if it has an option "
+                "for that, pass it at the end: --args --resume"
+            )
+        self.first = self.first or step
+
+    def end_step(self, optimizer: int, step: int) -> None:
+        """That step was taken. SystemExit: it is the one that is replayed, and no debugger goes on."""
+        if optimizer == self.optimizer:
+            self.last = step
+            if step >= self.step and not (self._was_debugged and sys.gettrace()):
+                sys.exit(0)
+
+    def debug(self, optimizer: int, step: int) -> None:
+        """Run the debugger in the frame of the user's that has called, if that step is next. SystemExit: it was
+        left."""
+        if (step, optimizer) != (self.step, self.optimizer):
+            return
+        self._was_debugged = True
+        _say(f"{self.verdict()[1]}; step {step} is next, its gradients are reduced")
+        debugger, frame = pdb.Pdb(nosigint=True), users_frame()
+        debugger.reset()
+        each: FrameType | None = frame
+        while each is not None:  # as `set_trace` does, which would stop at the next line, after the step
+            each.f_trace, debugger.botframe = debugger.trace_dispatch, each
+            each = each.f_back
+        debugger.interaction(frame, None)
+        if debugger.quitting:
+            sys.exit(0)
+        if debugger.stopframe is not debugger.botframe or debugger.breaks:  # it does not just continue
+            sys.settrace(debugger.trace_dispatch)
+
+    def _compare(self, line: dict[str, Any]) -> None:
+        """Take what would be a line of a record; say what differs, as soon as it does."""
+        self.replayed.add(line)
+        if "settings" in line:
+            if text := compare_settings(self.recorded, self.replayed):
+                _say(f"{text}; bits may differ")
+            if self.recorded.command["sha256"] != self.replayed.command["sha256"]:
+                _say(f"{self.recorded.command['target']} has changed since the run")
+        elif "step" in line and not self._has_differed:
+            code, text = compare_steps(self.recorded, self.replayed)
+            self._has_differed = code != EQUAL
+            if self._has_differed and line["step"] < self.step:
+                _say(text)
+
+    def verdict(self) -> tuple[int, str]:
+        """What rank zero has found, in words, after an exit code: 0 if all is equal, 1 if not, 2 if the step was not
+        reached."""
+        if not self.last and self._was_debugged:
+            return EQUAL, f"replayed no step on {self._devices}"
+        span = f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        if self.last < self.step and not self._was_debugged:
+            ended = f"after step {self.last}" if self.last else "without a step"
+            return NOT_COMPARABLE, f"the script ended {ended}, before step {self.step}"
+        code, text = compare_steps(self.recorded, self.replayed)
+        if code == EQUAL:
+            text = self._describe_equal()
+        return min(code, DIFFERENT), f"replayed {span} on {self._devices}: {text}"
+
+    @property
+    def _devices(self) -> str:
+        return f"{self._ranks} device{'s' if self._ranks > 1 else ''}"
+
+    def _describe_equal(self) -> str:
+        common = {step for step, _ in self.recorded.steps.keys() & self.replayed.steps.keys()}
+        count = f"each of the {len(common)} steps" if len(common) > 1 else "the one step"
+        text = f"equal at {count} with digests" if common else "the record has no digests of them"
+        own = self.replayed.steps.get((self.step, self.optimizer))
+        if common and own is not None and self.step not in common:
+            text += f"; step {self.step} has none in the record"
+        if own is not None and self.step not in common:
+            text += f", those of this replay are {hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]}"
+        return text
+
+
+class _OfRank:
+    replay: Replay | None = None
+
+
+def replay_of(world: World) -> Replay | None:
+    """What the rank replays; None in any other run."""
+    return world.state.part(_OfRank).replay
+
+
+def in_scratch(path: str | os.PathLike[str], world: World) -> str | os.PathLike[str]:
+    """Where to write what is for that path: there, unless the run is a replay."""
+    replay = replay_of(world)
+    return path if replay is None else replay.in_scratch(path)
+
+
+def _say(text: str) -> None:
+    print(f"unisono replay: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def files_kept(directory: str) -> Iterator[None]:
+    """During the block, this process and its children cannot change, rename or remove what is in the directory now, or
+    below: PermissionError names it. Of what does not go through Python, torch.save is included."""
+    began, is_over = time.time(), False
+
+    def guard(event: str, args: tuple[Any, ...]) -> None:
+        if is_over or event not in _WRITES or (event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        for path in args[: _WRITES[event]]:
+            if isinstance(path, str | bytes | os.PathLike) and _is_kept(path):
+                raise PermissionError(
+                    f"a replay writes over no file of the run, and the script would change {os.fsdecode(path)}; start "
+                    "it in another directory, which has links to what it reads: --cwd DIR"
+                )
+
+    def _is_kept(path: Any) -> bool:
+        try:
+            found = os.stat(path)
+        except (OSError, ValueError):
+            return False
+        is_old = found.st_size > 0 and found.st_ctime < began  # an empty one may be a lock
+        return is_old and os.path.realpath(os.fsdecode(path)).startswith(directory + os.sep)
+
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):  # C++ writes it
+            guard("open", (f, "wb", os.O_WRONLY))
+        plain_save(obj, f, *args, **kwargs)
+
+    sys.addaudithook(guard)  # which stays
+    plain_save, torch.save = torch.save, save
+    try:
+        yield
+    finally:
+        is_over, torch.save = True, plain_save
