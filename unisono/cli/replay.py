@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the subcommand."""
-    from unisono.cli.run import print_failure  # here, as all that imports torch
+    from unisono.cli.run import has_run, print_failure  # here, as all that imports torch
     from unisono.launch.job import private_directory
     from unisono.launch.options import Output
     from unisono.launch.run_target import check_target, variables_of_machine, variables_of_run
@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
         try:
             recorded = read_digests(parsed.directory)
             _check(parsed, recorded)
-            replay = _plan(parsed, recorded)
+            replay, beginning = _plan(parsed, recorded)
             target = _target_of(parsed, replay)
             stack.enter_context(contextlib.chdir(parsed.cwd or replay.kept))
             check_target(target)
@@ -63,12 +63,15 @@ def run(parsed: argparse.Namespace) -> int:
         except (OSError, ValueError, ImportError) as error:
             print(f"unisono replay: {error}", file=sys.stderr)
             return _NOT_REPLAYED
+        print(f"unisono replay: to step {parsed.step} from {beginning}", file=sys.stderr)
+        if parsed.step > recorded.last:
+            print(f"unisono replay: the record has digests up to step {recorded.last}", file=sys.stderr)
         args = replay, target, {**variables_of_run(None, 0), **variables_of_machine()}
         output = Output(prefix="several" if parsed.nproc > 1 else False)
         try:
             found = spawn(replay_rank, args, parsed.nproc, backend=_family_of(parsed, recorded), output=output)
         except Exception as error:
-            print_failure(error)
+            print_failure(error) if has_run(error) else print(f"unisono replay: {error}", file=sys.stderr)
             return _NOT_REPLAYED
     code, text = found[0]
     print(text)
@@ -90,8 +93,8 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
     count, optimizers = recorded.settings.get("virtual_ranks"), {optimizer for _, optimizer in recorded.steps}
     if not recorded.command:
         raise ValueError(
-            f"the record in {parsed.directory} does not say how the run was started: unisono run --log-dir writes that "
-            "since 0.1, and spawn() in a script does not; record it by unisono run --log-dir logs script.py"
+            f"the record in {parsed.directory} does not say how the run was started, which only unisono run writes; "
+            "record it by unisono run --log-dir logs script.py, in which spawn() may be called, too"
         )
     if parsed.step < 1:
         raise ValueError(f"--step {parsed.step}: steps are numbered from 1")
@@ -103,8 +106,9 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
         raise ValueError(f"--optimizer {parsed.optimizer}: the record has those of {sorted(optimizers)}")
 
 
-def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> Replay:
-    """What is to be replayed, from the last checkpoint that is there; prints it. ValueError: there is no beginning."""
+def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> tuple[Replay, str]:
+    """What is to be replayed, from the last checkpoint that is there; and from where, in words. ValueError: there is no
+    checkpoint, and the run did not begin with step 1."""
     from unisono.training.replay import Replay
 
     before = recorded.command["directory"]
@@ -115,15 +119,13 @@ def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> Replay:
         if begin <= step < parsed.step and (found := _find(each.path, each.mark, before, directory)):
             path, begin = found, step
     if not path and (origin := recorded.origin) is not None:
-        raise ValueError(
-            f"the run went on from {origin.path}, at step {origin.step_of(parsed.optimizer)}, and neither that nor "
-            f"another checkpoint before step {parsed.step} is there; replay the run that has saved it"
-        )
-    said = f"from {path}, after step {begin}," if path else "from the start, since no checkpoint before it is there,"
-    print(f"unisono replay: {said} to step {parsed.step}", file=sys.stderr)
-    if parsed.step > recorded.last:
-        print(f"unisono replay: the record has digests up to step {recorded.last}", file=sys.stderr)
-    return Replay(parsed.step, parsed.optimizer, path, "", directory, recorded, parsed.pdb)
+        begin = origin.step_of(parsed.optimizer)
+        way = f"no checkpoint before step {parsed.step} is there any more; put one of them back"
+        if parsed.step <= begin:
+            way = "replay the run that has saved it"
+        raise ValueError(f"the run begins with step {begin + 1}, after {origin.path}; {way}")
+    place = f"step {begin + 1}, which follows {path}" if path else "the start: no checkpoint before that step is there"
+    return Replay(parsed.step, parsed.optimizer, path, "", directory, recorded, parsed.pdb), place
 
 
 def _find(path: str, mark: str, before: str, directory: str) -> str:
@@ -144,15 +146,18 @@ def _find(path: str, mark: str, before: str, directory: str) -> str:
 
 
 def _target_of(parsed: argparse.Namespace, replay: Replay) -> Target:
-    """The script or module, found from any directory."""
+    """The script or module, found from any directory. ValueError: there is no such script."""
     from unisono.launch.run_target import Target
 
     command = replay.recorded.command
     name, argv = command["target"], (*command["argv"], *parsed.args)
+    path = os.path.join(replay.kept, name)
     if command["is_module"]:
         sys.path.insert(0, replay.kept)
+    elif not os.path.isfile(path):
+        raise ValueError(f"{path} is gone, which the run was started from in {command['directory']}; put it back there")
     elif parsed.cwd:
-        name = os.path.join(replay.kept, name)
+        name = path
     return Target(name, argv, command["is_module"])
 
 

@@ -64,7 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
         else:
             _run_on_machines(parsed, target, machines)
     except Exception as error:
-        return print_failure(error) if _has_run(error) else _print_refusal(error)
+        return print_failure(error) if has_run(error) else _print_refusal(error)
     from unisono.launch.watching.log_directory import made
 
     if parsed.log_dir is not None and made:  # a launcher's worker makes none
@@ -188,7 +188,7 @@ def _print_refusal(error: Exception) -> int:
     return 2
 
 
-def _has_run(error: Exception) -> bool:
+def has_run(error: Exception) -> bool:
     """Whether the run itself failed, rather than the arguments of our call of `spawn`."""
     if isinstance(error, UnisonoError) or isinstance(error.__cause__, RemoteTraceback):
         return True

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from unisono import preemption
 from unisono.report.digests import (
     DIFFERENT,
     EQUAL,
@@ -74,7 +75,7 @@ class Replay:
         self._ranks = world.world_size
         if world.rank == 0:
             world.timeline.write_digests = self._compare
-        with files_kept(self.kept):
+        with files_kept(self.kept), preemption.scope():  # outside, the run has not ended early
             yield
 
     def in_scratch(self, path: str | os.PathLike[str]) -> str:
@@ -102,7 +103,7 @@ class Replay:
         if optimizer != self.optimizer:
             return
         if step > self.step:  # a debugger has gone on
-            sys.exit(0)
+            _end()
         if not self.first and self.checkpoint and not self._is_loaded:
             _say(
                 "the script calls no load_state before its first step, and begins with step 1; if it has an option "
@@ -115,7 +116,7 @@ class Replay:
         if optimizer == self.optimizer:
             self.last = step
             if step >= self.step and not (self._was_debugged and sys.gettrace()):
-                sys.exit(0)
+                _end()
 
     def debug(self, optimizer: int, step: int) -> None:
         """Run the debugger in the frame of the user's that has called, if that step is next. SystemExit: it was
@@ -132,7 +133,7 @@ class Replay:
             each = each.f_back
         debugger.interaction(frame, None)
         if debugger.quitting:
-            sys.exit(0)
+            _end()
         if debugger.stopframe is not debugger.botframe or debugger.breaks:  # it does not just continue
             sys.settrace(debugger.trace_dispatch)
 
@@ -145,10 +146,10 @@ class Replay:
             if self.recorded.command["sha256"] != self.replayed.command["sha256"]:
                 _say(f"{self.recorded.command['target']} has changed since the run")
         elif "step" in line and not self._has_differed:
-            code, text = compare_steps(self.recorded, self.replayed)
-            self._has_differed = code != EQUAL
+            key = line["step"], line["optimizer"]
+            self._has_differed = self.recorded.steps.get(key, self.replayed.steps[key]) != self.replayed.steps[key]
             if self._has_differed and line["step"] < self.step:
-                _say(text)
+                _say(compare_steps(self.recorded, self.replayed)[1])
 
     def verdict(self) -> tuple[int, str]:
         """What rank zero has found, in words, after an exit code: 0 if all is equal, 1 if not, 2 if the step was not
@@ -171,12 +172,11 @@ class Replay:
     def _describe_equal(self) -> str:
         common = {step for step, _ in self.recorded.steps.keys() & self.replayed.steps.keys()}
         count = f"each of the {len(common)} steps" if len(common) > 1 else "the one step"
-        text = f"equal at {count} with digests" if common else "the record has no digests of them"
+        text = f"equal at {count} with digests" if common else "no step to compare with"
         own = self.replayed.steps.get((self.step, self.optimizer))
-        if common and own is not None and self.step not in common:
-            text += f"; step {self.step} has none in the record"
-        if own is not None and self.step not in common:
-            text += f", those of this replay are {hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]}"
+        if own is not None and self.step not in common:  # by the hash, two replays can be compared
+            own_hash = hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
+            text += f"; the record has no digests of step {self.step}, and the hash of those here is {own_hash}"
         return text
 
 
@@ -195,14 +195,21 @@ def in_scratch(path: str | os.PathLike[str], world: World) -> str | os.PathLike[
     return path if replay is None else replay.in_scratch(path)
 
 
+def _end() -> NoReturn:
+    """End the script early, on all ranks at the same place: as one that has asked `should_stop`."""
+    preemption.agree()
+    sys.exit(0)
+
+
 def _say(text: str) -> None:
     print(f"unisono replay: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def files_kept(directory: str) -> Iterator[None]:
-    """During the block, this process and its children cannot change, rename or remove what is in the directory now, or
-    below: PermissionError names it. Of what does not go through Python, torch.save is included."""
+    """During the block, this process and its forks cannot change, rename or remove files that are in the directory now,
+    or below: PermissionError names the file. Hidden ones, such as caches, may be changed; and what is written by native
+    code is not seen, except for torch.save."""
     began, is_over = time.time(), False
 
     def guard(event: str, args: tuple[Any, ...]) -> None:
@@ -221,7 +228,8 @@ def files_kept(directory: str) -> Iterator[None]:
         except (OSError, ValueError):
             return False
         is_old = found.st_size > 0 and found.st_ctime < began  # an empty one may be a lock
-        return is_old and os.path.realpath(os.fsdecode(path)).startswith(directory + os.sep)
+        real = os.path.realpath(os.fsdecode(path))
+        return is_old and real.startswith(directory + os.sep) and not real.startswith(os.path.join(directory, "."))
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str | os.PathLike):  # C++ writes it
