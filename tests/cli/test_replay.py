@@ -245,6 +245,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_module_with_two_optimizers_that_saves_in_the_background_is_replayed(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
@@ -259,9 +260,13 @@ def test_a_module_with_two_optimizers_that_saves_in_the_background_is_replayed(t
 
 def talk(run: Path, commands: list[str]) -> tuple[int, str]:
     """The exit code of a replay to step 14 on a terminal, and what it shows, with these answers to its debugger."""
+    import fcntl
     import pty
+    import struct
+    import termios
 
     master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))  # the lines of the test fit
     words = [sys.executable, "-m", "unisono", "replay", str(run / "logs"), "--step", "14", "--pdb"]
     environ = {**os.environ, "PYTHONPATH": str(Path(unisono.__file__).parent.parent), "TERM": "dumb"}
     process = subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=environ)
@@ -298,14 +303,17 @@ def test_a_debugger_is_in_front_of_the_step_and_the_replay_ends_after_it(run: Pa
     assert shown.endswith(f"(Pdb) c\nreplayed steps 11 to 14 on 1 device: {EQUAL}\n")
 
 
+NOT_TAKEN = "replayed steps 11 to 13 on 1 device: equal at the one step with digests\n"
+
+
 @pytest.mark.parametrize(
     ("commands", "end"),
     [
-        (["c"], f"replayed steps 11 to 14 on 1 device: {EQUAL}\n"),
-        (["q"], "replayed steps 11 to 13 on 1 device: equal at the one step with digests\n"),
-        (["s", "q"], "replayed steps 11 to 13 on 1 device: equal at the one step with digests\n"),
+        pytest.param(["c"], f"replayed steps 11 to 14 on 1 device: {EQUAL}\n", marks=pytest.mark.slow),
+        (["q"], NOT_TAKEN),
+        pytest.param(["s", "q"], NOT_TAKEN, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["continue", "quit", "step and quit"],
 )
 def test_a_debugger_that_continues_or_quits_ends_the_replay(commands: list[str], end: str, run: Path) -> None:
     shutil.rmtree(run / "out" / "checkpoints" / "checkpoint_3")  # else step 14 alone

@@ -114,10 +114,10 @@ def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> tuple[Replay, str
     before = recorded.command["directory"]
     directory = os.path.realpath(before if os.path.isdir(before) else ".")  # on another machine, where we are
     path, begin = "", 0
-    for each in recorded.checkpoints:
-        step = each.step_of(parsed.optimizer)
-        if begin <= step < parsed.step and (found := _find(each.path, each.mark, before, directory)):
-            path, begin = found, step
+    for each in sorted(recorded.checkpoints, key=lambda each: -each.step_of(parsed.optimizer)):
+        begin = each.step_of(parsed.optimizer)
+        if begin < parsed.step and (path := _find(each.path, each.mark, before, directory)):
+            break
     if not path and (origin := recorded.origin) is not None:
         begin = origin.step_of(parsed.optimizer)
         way = f"no checkpoint before step {parsed.step} is there any more; put one of them back"

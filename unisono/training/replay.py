@@ -2,9 +2,9 @@
 
 Before its first step, a rank loads the checkpoint that was chosen, whatever the script names. Its digests are compared
 with those of the record, and each rank ends after the step that was asked for. What the package would write goes to a
-scratch directory, and what the script itself would write over is refused.
+scratch directory, and what the script itself would write over is refused (`kept_files.py`).
 
-*Threads:* the rank's; the guard of files is called in any.
+*Threads:* the rank's; lines of the record come from the one that writes a checkpoint, too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import json
 import os
 import pdb
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
-
-import torch
 
 from unisono import preemption
 from unisono.report.digests import (
@@ -33,9 +30,8 @@ from unisono.report.digests import (
     compare_steps,
 )
 from unisono.stacks import users_frame
+from unisono.training.kept_files import files_kept
 from unisono.world import World
-
-_WRITES = {"open": 1, "os.remove": 1, "os.rename": 2, "os.truncate": 1, "shutil.rmtree": 1}  # how many paths each has
 
 
 @dataclass
@@ -203,42 +199,3 @@ def _end() -> NoReturn:
 
 def _say(text: str) -> None:
     print(f"unisono replay: {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def files_kept(directory: str) -> Iterator[None]:
-    """During the block, this process and its forks cannot change, rename or remove files that are in the directory now,
-    or below: PermissionError names the file. Hidden ones, such as caches, may be changed; and what is written by native
-    code is not seen, except for torch.save."""
-    began, is_over = time.time(), False
-
-    def guard(event: str, args: tuple[Any, ...]) -> None:
-        if is_over or event not in _WRITES or (event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)):
-            return
-        for path in args[: _WRITES[event]]:
-            if isinstance(path, str | bytes | os.PathLike) and _is_kept(path):
-                raise PermissionError(
-                    f"a replay writes over no file of the run, and the script would change {os.fsdecode(path)}; start "
-                    "it in another directory, which has links to what it reads: --cwd DIR"
-                )
-
-    def _is_kept(path: Any) -> bool:
-        try:
-            found = os.stat(path)
-        except (OSError, ValueError):
-            return False
-        is_old = found.st_size > 0 and found.st_ctime < began  # an empty one may be a lock
-        real = os.path.realpath(os.fsdecode(path))
-        return is_old and real.startswith(directory + os.sep) and not real.startswith(os.path.join(directory, "."))
-
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):  # C++ writes it
-            guard("open", (f, "wb", os.O_WRONLY))
-        plain_save(obj, f, *args, **kwargs)
-
-    sys.addaudithook(guard)  # which stays
-    plain_save, torch.save = torch.save, save
-    try:
-        yield
-    finally:
-        is_over, torch.save = True, plain_save
