@@ -163,9 +163,9 @@ def test_a_copy_is_replayed_where_the_directory_of_the_run_is_not(original: Path
 
 
 def test_a_script_that_loads_nothing_begins_with_step_1_and_further_arguments_may_let_it_load(run: Path) -> None:
-    code, output, errors = replay(run, "--step", "12", "--args", "--afresh")
-    assert (code, output) == (0, "replayed steps 1 to 12 on 1 device: equal at each of the 6 steps with digests\n")
-    assert "calls no load_state before its first step" in errors
+    code, output, errors = replay(run, "--step", "12", "-n", "2", "--args", "--afresh")
+    assert (code, output) == (0, "replayed steps 1 to 12 on 2 devices: equal at each of the 6 steps with digests\n")
+    assert errors.count("calls no load_state before its first step") == 1
     assert "--args --resume" in errors
     (run / "train.py").write_text(SCRIPT.replace('"--afresh" not in', '"--resume" in'))
     code, output, _ = replay(run, "--step", "12", "--args", "--resume")
@@ -193,6 +193,18 @@ def test_a_script_that_ends_before_the_step_is_no_replay(run: Path) -> None:
     assert (code, output.splitlines()[-1]) == (2, "the script ended after step 16, before step 20")
     assert "the record has digests up to step 16" in errors
     assert files_in(run) == before, "what save_model writes is elsewhere"
+
+
+def test_a_run_that_failed_before_its_first_digest_is_replayed(run: Path) -> None:
+    digests = run / "logs" / "latest" / "digests.jsonl"
+    kept = [line for line in digests.read_text().splitlines() if '"optimizer"' not in line]
+    digests.write_text("\n".join(kept))
+    code, output, errors = replay(run, "--step", "12")
+    assert code == 0
+    assert output.startswith(
+        "replayed steps 11 to 12 on 1 device: no step to compare with; the record has no digests of"
+    )
+    assert "unisono replay: the record has no digests\n" in errors
 
 
 def test_an_error_of_the_script_is_shown_and_is_no_difference(run: Path) -> None:

@@ -3,8 +3,8 @@
 Each subcommand is a module with `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments that
 returns an exit code.
 
-Exit codes: 0 success; 1 something failed, or two runs differ; 2 invalid command line, or runs that cannot be compared;
-130 after Ctrl-C; if a worker ended the run, that worker's exit code, or 128 + n for signal n.
+Exit codes: 0 success; 1 something failed, or two runs differ; 2 invalid command line, or runs that cannot be compared
+or replayed; 130 after Ctrl-C; if a worker ended the run, that worker's exit code, or 128 + n for signal n.
 """
 
 from __future__ import annotations

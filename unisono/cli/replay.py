@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         try:
-            recorded = read_digests(parsed.directory)
+            recorded = read_digests(parsed.directory, needs_steps=False)
             _check(parsed, recorded)
             replay, beginning = _plan(parsed, recorded)
             target = _target_of(parsed, replay)
@@ -65,7 +65,8 @@ def run(parsed: argparse.Namespace) -> int:
             return _NOT_REPLAYED
         print(f"unisono replay: to step {parsed.step} from {beginning}", file=sys.stderr)
         if parsed.step > recorded.last:
-            print(f"unisono replay: the record has digests up to step {recorded.last}", file=sys.stderr)
+            has = f"digests up to step {recorded.last}" if recorded.steps else "no digests"
+            print(f"unisono replay: the record has {has}", file=sys.stderr)
         args = replay, target, {**variables_of_run(None, 0), **variables_of_machine()}
         output = Output(prefix="several" if parsed.nproc > 1 else False)
         try:
@@ -102,7 +103,7 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
         raise ValueError(f"-n {parsed.nproc}: the run has virtual_ranks={count}; pass a number from 1 to {count}")
     if parsed.pdb and parsed.nproc > 1:
         raise ValueError(f"--pdb needs the terminal, which one device has; leave out -n {parsed.nproc}")
-    if parsed.optimizer not in optimizers:
+    if optimizers and parsed.optimizer not in optimizers:
         raise ValueError(f"--optimizer {parsed.optimizer}: the record has those of {sorted(optimizers)}")
 
 

@@ -61,8 +61,8 @@ class RunDigests:
 
     @property
     def last(self) -> int:
-        """The last step."""
-        return max(step for step, _ in self.steps)
+        """The last step; 0 if there is none."""
+        return max((step for step, _ in self.steps), default=0)
 
     def add(self, line: dict[str, Any]) -> None:
         """Add what one line of the record says; a step that is repeated replaces the earlier one."""
@@ -84,11 +84,11 @@ class RunDigests:
             self.steps[line["step"], line["optimizer"]] = digests
 
 
-def read_digests(path: str | Path) -> RunDigests:
+def read_digests(path: str | Path, needs_steps: bool = True) -> RunDigests:
     """Read the digests of a run, given by its directory or a log directory. What a restart has repeated counts once.
 
     Raises:
-        FileNotFoundError: it has none.
+        FileNotFoundError: it has none; a run that has ended before the first step with some has, unless `needs_steps`.
     """
     files = [each for each in (Path(path) / DIGESTS, Path(path) / "latest" / DIGESTS) if each.exists()]
     found = RunDigests()
@@ -98,7 +98,7 @@ def read_digests(path: str | Path) -> RunDigests:
         except ValueError:
             continue  # a kill has cut it off, or it is being written
         found.add(line)
-    if not found.steps:
+    if not (found.steps if needs_steps else found.settings):
         advice = (
             "pass the directory that unisono run --log-dir, or spawn(output=Output(log_dir)), has written, of a run "
             "with Accelerator(virtual_ranks=...)"

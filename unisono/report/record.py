@@ -3,8 +3,8 @@
     rank-0.jsonl         one JSON object per line: who the rank is; then, every second, the numbers of its `RankSummary`
                          so far, and what is new since the line before; at last, how it ended. A restart appends.
     rank-0.spans.jsonl   at the end, a line: the latest spans of its threads
-    digests.jsonl        of rank zero, with virtual ranks: what its bits depend on, and the digests of some steps
-                         (`training/digests.py`)
+    digests.jsonl        of rank zero, with virtual ranks: what its bits depend on, its command, the digests of some
+                         steps (`training/digests.py`), and each checkpoint that was saved or loaded
 
 `report/run.py` reads them, and `report/digests.py` the last one.
 

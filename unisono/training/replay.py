@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pdb
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from unisono import preemption
-from unisono.report.digests import (
-    DIFFERENT,
-    EQUAL,
-    NOT_COMPARABLE,
-    RunDigests,
-    compare_settings,
-    compare_steps,
-)
+from unisono.report.digests import DIFFERENT, EQUAL, NOT_COMPARABLE, RunDigests, compare_settings, compare_steps
 from unisono.stacks import users_frame
 from unisono.training.kept_files import files_kept
 from unisono.world import World
@@ -62,13 +54,13 @@ class Replay:
     _is_loaded: bool = False
     _was_debugged: bool = False
     _has_differed: bool = False
-    _ranks: int = 1
+    _world: World | None = None
 
     @contextmanager
     def running(self, world: World) -> Iterator[None]:
         """Let the rank of that world replay during the block."""
         world.state.part(_OfRank).replay = self
-        self._ranks = world.world_size
+        self._world = world
         if world.rank == 0:
             world.timeline.write_digests = self._compare
         with files_kept(self.kept), preemption.scope():  # outside, the run has not ended early
@@ -101,7 +93,7 @@ class Replay:
         if step > self.step:  # a debugger has gone on
             _end()
         if not self.first and self.checkpoint and not self._is_loaded:
-            _say(
+            self._say(
                 "the script calls no load_state before its first step, and begins with step 1; if it has an option "
                 "for that, pass it at the end: --args --resume"
             )
@@ -115,12 +107,14 @@ class Replay:
                 _end()
 
     def debug(self, optimizer: int, step: int) -> None:
-        """Run the debugger in the frame of the user's that has called, if that step is next. SystemExit: it was
-        left."""
+        """Run the debugger in the user's frame that asks for a step, if it is the one that is replayed. SystemExit: the
+        user has quit."""
         if (step, optimizer) != (self.step, self.optimizer):
             return
+        import pdb  # here: other runs do without
+
         self._was_debugged = True
-        _say(f"{self.verdict()[1]}; step {step} is next, its gradients are reduced")
+        self._say(f"{self.verdict()[1]}; step {step} is next, its gradients are reduced")
         debugger, frame = pdb.Pdb(nosigint=True), users_frame()
         debugger.reset()
         each: FrameType | None = frame
@@ -138,14 +132,14 @@ class Replay:
         self.replayed.add(line)
         if "settings" in line:
             if text := compare_settings(self.recorded, self.replayed):
-                _say(f"{text}; bits may differ")
+                self._say(f"{text}; bits may differ")
             if self.recorded.command["sha256"] != self.replayed.command["sha256"]:
-                _say(f"{self.recorded.command['target']} has changed since the run")
+                self._say(f"{self.recorded.command['target']} has changed since the run")
         elif "step" in line and not self._has_differed:
             key = line["step"], line["optimizer"]
             self._has_differed = self.recorded.steps.get(key, self.replayed.steps[key]) != self.replayed.steps[key]
             if self._has_differed and line["step"] < self.step:
-                _say(compare_steps(self.recorded, self.replayed)[1])
+                self._say(compare_steps(self.recorded, self.replayed)[1])
 
     def verdict(self) -> tuple[int, str]:
         """What rank zero has found, in words, after an exit code: 0 if all is equal, 1 if not, 2 if the step was not
@@ -163,7 +157,8 @@ class Replay:
 
     @property
     def _devices(self) -> str:
-        return f"{self._ranks} device{'s' if self._ranks > 1 else ''}"
+        count = self._world.world_size if self._world is not None else 1
+        return f"{count} device{'s' if count > 1 else ''}"
 
     def _describe_equal(self) -> str:
         common = {step for step, _ in self.recorded.steps.keys() & self.replayed.steps.keys()}
@@ -174,6 +169,10 @@ class Replay:
             own_hash = hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
             text += f"; the record has no digests of step {self.step}, and the hash of those here is {own_hash}"
         return text
+
+    def _say(self, text: str) -> None:
+        if self._world is not None and self._world.rank == 0:
+            print(f"unisono replay: {text}", file=sys.stderr, flush=True)
 
 
 class _OfRank:
@@ -195,7 +194,3 @@ def _end() -> NoReturn:
     """End the script early, on all ranks at the same place: as one that has asked `should_stop`."""
     preemption.agree()
     sys.exit(0)
-
-
-def _say(text: str) -> None:
-    print(f"unisono replay: {text}", file=sys.stderr, flush=True)
