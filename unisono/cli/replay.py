@@ -147,19 +147,19 @@ def _find(path: str, mark: str, before: str, directory: str) -> str:
 
 
 def _target_of(parsed: argparse.Namespace, replay: Replay) -> Target:
-    """The script or module, found from any directory. ValueError: there is no such script."""
+    """The script, which is found from any directory that it goes to, or the module. ValueError: there is no such
+    script."""
     from unisono.launch.run_target import Target
 
     command = replay.recorded.command
     name, argv = command["target"], (*command["argv"], *parsed.args)
-    path = os.path.join(replay.kept, name)
     if command["is_module"]:
         sys.path.insert(0, replay.kept)
-    elif not os.path.isfile(path):
+        return Target(name, argv, is_module=True)
+    path = os.path.join(replay.kept, name)
+    if not os.path.isfile(path):
         raise ValueError(f"{path} is gone, which the run was started from in {command['directory']}; put it back there")
-    elif parsed.cwd:
-        name = path
-    return Target(name, argv, command["is_module"])
+    return Target(path, argv)
 
 
 def _family_of(parsed: argparse.Namespace, recorded: RunDigests) -> str | None:
