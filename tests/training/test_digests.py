@@ -107,6 +107,12 @@ def test_so_it_is_where_two_optimizers_train_one_model(tmp_path: Path) -> None:
     assert all("0.1.running_var" in each for _, each in names)
 
 
+def test_so_it_is_where_the_ranks_have_shards(tmp_path: Path) -> None:
+    (_, *lines), *others = (recorded(tmp_path / str(ranks), ranks, strategy="fsdp") for ranks in (1, 2))
+    assert any("step" in each for each in lines)
+    assert all(each[1:] == lines for each in others)
+
+
 def test_gradients_are_digested_before_they_are_clipped(tmp_path: Path) -> None:
     plain, clipped = (recorded(tmp_path / str(norm), 1, every=1, max_grad_norm=norm) for norm in (None, 0.01))
     (one, other) = (next(each for each in lines if "step" in each) for lines in (plain, clipped))

@@ -27,7 +27,7 @@ from unisono.training.parameter_names import parameters_of
 from unisono.training.replay import replay_of
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.sharded import is_distributed
+from unisono.training.strategies.sharded import gathered
 from unisono.world import World
 
 _CHUNK = 2**15  # words of 8 bytes: what is computed for them stays in a cache, and takes little memory
@@ -123,9 +123,7 @@ class Digests:
             self._replay.begin_step(self._number, step)
         if self._has_digests(step):
             named = [(name, each.grad) for name, each in self._parameters(engines)]
-            if any(is_distributed(each) for _, each in named):
-                return  # rank zero has its shards
-            self._of_gradients = [(name, digest_of(each)) for name, each in named if each is not None]
+            self._of_gradients = self._digests_of([(name, each) for name, each in named if each is not None])
 
     def note_step(self, step: int, engines: Sequence[Engine]) -> None:
         """That step was taken, the buffers are those after it."""
@@ -150,17 +148,17 @@ class Digests:
 
     def _has_digests(self, step: int) -> bool:
         if self._replay is not None:
-            is_compared = self._steps.world.timeline.write_digests is not None  # by rank zero
-            return is_compared and self._replay.wants(self._number, step)
+            return self._replay.wants(self._number, step)
         return step % self._every == 0 or self._is_last(self._steps.step.last)
 
     def _write(self, step: int, engines: Sequence[Engine]) -> None:
         gradients, self._of_gradients = self._of_gradients, None
         write = self._steps.world.timeline.write_digests
-        if gradients is None or step != self._step or write is None:
+        if gradients is None or step != self._step:
             return
-        named = [*self._parameters(engines), *_named(engines, methodcaller("named_buffers"))]
-        weights = [(name, digest_of(each)) for name, each in named]
+        weights = self._digests_of([*self._parameters(engines), *_named(engines, methodcaller("named_buffers"))])
+        if write is None:
+            return
         found = torch.stack([each for _, each in (*gradients, *weights)]).tolist()
         values = [f"{each & _BITS:016x}" for each in found]
         names = [[name for name, _ in gradients], [name for name, _ in weights]]
@@ -169,6 +167,14 @@ class Digests:
             write({"optimizer": self._number, "gradients_of": names[0], "weights_of": names[1]})
         cut = len(gradients)
         write({"optimizer": self._number, "step": step, "gradients": values[:cut], "weights": values[cut:]})
+
+    def _digests_of(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """On rank zero, their digests; others help to gather what is divided among the ranks."""
+        if self._steps.world.timeline.write_digests is not None:
+            return [(name, digest_of(gathered(each))) for name, each in named]
+        for _, each in named:
+            gathered(each)
+        return []
 
     def _parameters(self, engines: Sequence[Engine]) -> list[tuple[str, torch.Tensor]]:
         """Those that the optimizer steps: of others, gradients may be those of one rank yet."""

@@ -95,7 +95,7 @@ class Builder:
         """Create the stepper that makes the optimizer step for all ranks."""
         step = self.strategy.step_of(optimizer)
         steps, digests = self.passes.steps, None
-        is_recorded = self.digest_every and self.world.timeline.write_digests is not None
+        is_recorded = self.digest_every and self.world.timeline.is_recorded
         if steps.virtual is not None and (is_recorded or replay_of(self.world) is not None):
             digests = Digests(optimizer, steps, self.digest_every)
             if digests.has_debugger:

@@ -134,6 +134,10 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
             "pass 'ddp' or 'zero1', without comm_hook= or broadcast_buffers=, or 'fsdp', without replicas=, offload=, "
             "broadcast_buffers= and dtypes",
         ),
+        "compile= and strategy='fsdp'": (
+            given["compile"] is not False and isinstance(options, FSDP),
+            "graphs end where FSDP2 gathers, and compute otherwise on one rank; leave out compile=, or pass 'zero1'",
+        ),
         f"{world.device}": (reason is not None, reason),
         "ranks that are threads": (world.world_size > 1 and not world.is_of_processes, "start processes (spawn)"),
     }
