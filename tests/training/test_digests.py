@@ -58,8 +58,7 @@ def train(
     optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in parts]
     rows = TensorDataset(torch.randn(72, 3), torch.randint(2, (72,)))
     models = [nn.Sequential(*parts)] if is_one else parts
-    models, loader = accelerator.prepare(models, DataLoader(rows, batch_size=2, shuffle=True))
-    optimizers = accelerator.prepare(optimizers)
+    models, optimizers, loader = accelerator.prepare(models, optimizers, DataLoader(rows, batch_size=2, shuffle=True))
     if at < 0:
         accelerator.load_state()
     taken = 0
