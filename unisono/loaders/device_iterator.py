@@ -24,6 +24,7 @@ from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.randomness import seeded
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
+from unisono.virtual_ranks import WITNESS
 from unisono.world import World
 
 _RULE = (
@@ -115,7 +116,7 @@ class DeviceIterator:
         try:
             # Before the wait, so that a lazy device executes the step meanwhile.
             lane.backend.mark_step(lane.device)
-            delivery = self._ahead.popleft().unwrap() if self._ahead else self._receive()
+            delivery = self._next_delivery(received)
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
             loop.end()
@@ -155,6 +156,15 @@ class DeviceIterator:
         track.switch(COMPUTE if torch.is_grad_enabled() else EVALUATE)
         track.count_wait(delivery.stamps.divide(began, track.since), lane.is_direct)
         return delivery.batch
+
+    def _next_delivery(self, received: Loop) -> Delivery:
+        """What is delivered next: no batch of a witness where the loop trains nothing, or other loops beside it have
+        batches of the same step."""
+        while True:
+            delivery = self._ahead.popleft().unwrap() if self._ahead else self._receive()
+            is_witness = delivery.draw is not None and delivery.draw.turn == WITNESS
+            if not is_witness or (received.num_used and self._deliveries.open_loops()[:1] == [received]):
+                return delivery
 
     def is_last(self) -> bool:
         """Whether the batch that was delivered last is the last one; waits until that is known. Ranks that read one

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Any, TypedDict, Unpack
@@ -38,7 +39,7 @@ from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
 from unisono.loaders.streams import StreamSource
-from unisono.virtual_ranks import VirtualRanks
+from unisono.virtual_ranks import Virtual
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
@@ -58,7 +59,7 @@ class LoaderOptions(TypedDict, total=False):
     tail: Tail | None
     seed: int | None
     already_sharded: bool | None
-    virtual_ranks: int | None
+    virtual_ranks: int | Virtual | None
     sources: Sources | None
 
 
@@ -135,9 +136,9 @@ class ParallelLoader:
         self._loops = loops
         self._maker = threading.current_thread()
         self._rule = make_rule(self._world, len(self._devices), loader, options)
-        self.num_virtual = options.get("virtual_ranks")
-        # How many batches of a round each device gets.
-        self._in_turn = 1 if self.num_virtual is None else -(-self.num_virtual // self._world.world_size)
+        virtual = self._rule.virtual
+        self.num_virtual = None if virtual is None else virtual.count
+        self._in_turn = 1 if virtual is None else virtual.each  # batches of a round, for each device
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
         if seed is not None:
@@ -231,11 +232,13 @@ class ParallelLoader:
         own = threading.main_thread() if self._world.is_of_processes else self._maker
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
             self._meet_others()
-        begun = self._source.begin(self._rule)
+        rule = self._rule if self._rule.virtual is None else self._numbered(self._rule)
+        begun = self._source.begin(rule)
         reads_here = not getattr(self._loader, "num_workers", 0)
-        if self._rule.is_virtual:  # what other loaders draw, with workers or without, is drawn in the thread that reads
+        if rule.virtual is not None:
+            # What other loaders draw, with workers or without, is drawn in the thread that reads.
             reads_here = reads_here or not isinstance(self._source, IndexedSource)
-            begun = begun._replace(pieces=one_by_one(begun, self._rule, self._in_turn, self.seed, reads_here))
+            begun = begun._replace(pieces=one_by_one(begun, rule, rule.virtual, self.seed, reads_here))
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
@@ -244,7 +247,7 @@ class ParallelLoader:
         may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
         may_stay = may_stay and reads_here and is_as_in_a_new_thread()
         # With virtual ranks, another thread would draw the loop's random numbers.
-        must_stay = not self._prefetch or (self._rule.is_virtual and reads_here)
+        must_stay = not self._prefetch or (rule.virtual is not None and reads_here)
         if must_stay or may_stay:
             self._receivers = [Unthreaded(lane, begun.pieces, None if must_stay else pipeline.start).receive]
             return
@@ -254,6 +257,13 @@ class ParallelLoader:
             self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun.stream).receive]
         else:
             self._receivers = [lane.receive for lane in pipeline.lanes]
+
+    def _numbered(self, rule: Rule) -> Rule:
+        """The rule of a pass, with the number of its first round; one more in each epoch where the length is unknown,
+        so that rounds with witnesses are no less frequent."""
+        lengths, skipped = self.lengths(), self.num_skipped() // self._in_turn
+        rounds = 1 if lengths is None else lengths[1] // self._in_turn
+        return replace(rule, first=self._source.next_position()[0] * rounds + skipped)
 
     def _meet_others(self) -> None:
         """Announce this rank's loop, some with their first round. Before their first loop, ranks that read one stream
@@ -497,8 +507,9 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
-    if (count := options.get("virtual_ranks")) is not None:
-        virtual = VirtualRanks.carried_by(world.rank, ranks, check_integer(count, "virtual_ranks", 1))
+    if (given_ranks := options.get("virtual_ranks")) is not None:
+        virtual = Virtual.of(given_ranks)
+        carried, count = virtual.carried_by(world.rank, ranks), virtual.count
         if lanes > 1:
             raise ValueError(f"virtual_ranks={count}: a process has one device for all that it carries, not {lanes}")
         if is_cut or isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -506,6 +517,7 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
                 f"virtual_ranks={count} deals out batches of a known order, and this loader gives each rank "
                 "its own part; use a map-style dataset, and leave the sharding to this loader"
             )
-        return Rule(count, tuple(virtual.own), split, tail, is_fixed, is_compared=given is None, is_virtual=True)
+        rule = Rule(count, carried.own, split, tail, is_fixed, is_compared=given is None, virtual=carried)
+        return replace(rule, witness_every=virtual.witness_every)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
     return Rule(ranks * lanes, kept, split, tail, is_fixed, bool(is_cut), is_compared=given is None)

@@ -59,7 +59,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         weight: what the loss is the mean over, where that is not the samples.
     """
     draw = None if batch is None else batch.draw
-    size = world.comm.size if draw is None else draw.of
+    size = world.comm.size if draw is None else draw.carried.count
     if draw is not None and weight is not None:
         raise ValueError("with virtual_ranks, what counts in a round is known when it is dealt: pass no weight=")
     if weight is None and batch is not None and batch.is_summed:
@@ -74,7 +74,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         return Claim(own, total, True, None if total == whole else (given, whole))
     if batch is None or batch.total is None:
         return Claim(1, size)
-    return _counted(batch.samples, batch.total)
+    return _counted(batch.weight, batch.total)
 
 
 def _sum_over_ranks(values: list[float], world: World) -> list[float]:
@@ -118,7 +118,7 @@ class Origin:
         self.is_chained = self.is_differentiated = self.may_lag = False
         self.claim = claim = claim_of(self.batch, None, world)
         draw = None if self.batch is None else self.batch.draw
-        parts = world.comm.size if draw is None else draw.of
+        parts = world.comm.size if draw is None else draw.carried.count
         self.part = claim.samples * parts / claim.total if claim.total else 0.0
 
 

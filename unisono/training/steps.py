@@ -72,9 +72,10 @@ class Steps(Machine):
             ValueError: nothing is counted, since it has no known claim, or its claim does not fit those of the step.
         """
         batch = origin.batch
-        if batch is not None and (0 if batch.draw is None else batch.draw.of) != self.step.policy.parts:
+        parts = 0 if batch is None or batch.draw is None else batch.draw.carried.count
+        if batch is not None and parts != self.step.policy.parts:
             raise ValueError(
-                f"a batch of a loader with virtual_ranks={batch.draw and batch.draw.of} cannot be trained on with "
+                f"a batch of a loader with virtual_ranks={parts or None} cannot be trained on with "
                 f"virtual_ranks={self.step.policy.parts or None}; give the Accelerator and its loaders the same"
             )
         source = self.block or batch or elsewhere

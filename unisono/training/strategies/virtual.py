@@ -27,7 +27,8 @@ from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.strategy import Strategy
 from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
-from unisono.virtual_ranks import Draw, Node, Tree, VirtualRanks, fold_over_ranks, sums_of
+from unisono.training.strategies.witnesses import Witnesses
+from unisono.virtual_ranks import WITNESS, Draw, Node, Tree, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
 
 
@@ -39,11 +40,12 @@ class VirtualEngine(Engine):
         self._virtual = virtual
         # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
         self._versions: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
-        # Of each optimizer: the step that it was asked for, the virtual ranks for which, and their gradients.
+        # Of each optimizer: the step that it was asked for, the turns of the batches for which, and their gradients.
         self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[Tensors]]] = WeakKeyDictionary()
         self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
         self._buffers = VirtualBuffers(self.name, self.members, virtual)
+        self._witnesses = Witnesses(module, world)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         is_recorded = torch.is_grad_enabled()
@@ -55,7 +57,7 @@ class VirtualEngine(Engine):
             self._check_turn(batch, batch.draw, is_recorded)
             if self.module.training and self.members.has_buffers():
                 self._check_buffers(batch)
-                self._buffers.turn_to(batch.draw.rank)
+                self._buffers.turn_to(batch.draw.turn)
         if self.module.training:
             self._buffers.means = None
         return super().run(args, kwargs, method)
@@ -73,7 +75,7 @@ class VirtualEngine(Engine):
         if round_ != draw.round:
             self._versions[batch.loop] = draw.round, version
         optimizers = [each for each in self.trainers.optimizers() if self._asked.get(each) is step]
-        asked = any(draw.rank in self._sums[each][0] for each in optimizers)
+        asked = any(draw.turn in self._sums[each][0] for each in optimizers)
         if (round_ == draw.round and first != version) or (is_recorded and asked and step.last is batch):
             raise RuntimeError(
                 f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
@@ -113,14 +115,15 @@ class VirtualEngine(Engine):
                 f"backward(create_graph=True) through the {self.name}: with virtual_ranks gradients are added outside "
                 "any graph; get what is to be differentiated again from torch.autograd.grad(..., create_graph=True)"
             )
-        if self.module.training and self.members.has_buffers() and self._buffers.turn != draw.rank:
+        if self.module.training and self.members.has_buffers() and self._buffers.turn != draw.turn:
             raise RuntimeError(
                 f"a loss of the {self.name} came past what prepare() has returned, so that its buffers are not those "
                 "of the virtual rank; call that, or a method of it after model.mark_forward_method(name)"
             )
         visits = [each for each in self._steps.step.visits if each.loop is visit.loop and each.batch is not None]
         draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
-        if any(each.round != draw.round for each in draws) or len({*draws}) < len(draws) or self._has_left(visit):
+        turns = {each.turn for each in draws}
+        if any(each.round != draw.round for each in draws) or len(turns) < len(draws) or self._has_left(visit):
             raise RuntimeError(
                 f"a step of the {self.name} has a batch twice, or not each of a round's: with virtual_ranks each batch "
                 "has its passes before optimizer.step() is called for it, once, and none is left out; leave a loop "
@@ -158,14 +161,16 @@ class VirtualEngine(Engine):
             if optimizer in self._sums:
                 self._refuse_asked(optimizer)
             self._asked[optimizer], self._sums[optimizer] = step, (set(), Tree(self._virtual.count, _add))
-        ranks, tree = self._sums[optimizer]
-        if draw.rank in ranks:
+        turns, tree = self._sums[optimizer]
+        if draw.turn in turns:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} was asked to step twice for one batch of a virtual rank; call its "
                 "step() once for each batch"
             )
-        ranks.add(draw.rank)
-        if draw.rank < self._virtual.count:  # else its batch does not count
+        turns.add(draw.turn)
+        if draw.is_compared:
+            self._witnesses.note(optimizer, draw, taken)
+        if draw.counts:
             tree.put(draw.rank, taken)
         self.gradients.look_again()
 
@@ -187,14 +192,16 @@ class VirtualEngine(Engine):
                 self._check_drawn(visit.batch)
                 visit.batch.loop.seeding = last.draw.seed_step
         seed_beside(self._world.backend, self._world.device, last.draw.seed_step())
-        world, (ranks, tree) = self._world, self._sums.pop(optimizer)
+        world, (turns, tree) = self._world, self._sums.pop(optimizer)
         del self._asked[optimizer]
-        if len(ranks) < self._virtual.each:
-            self._refuse_asked(optimizer, len(ranks))
+        if len(turns - {WITNESS}) < self._virtual.each:
+            self._refuse_asked(optimizer, len(turns - {WITNESS}))
         own = set(map(id, parameters_of(optimizer)))
         parameters = [each for each in self.with_gradients() if id(each) in own]
         self.agreement.check(self._trained)
         world.comm.announce(f"the gradients of {self.agreement.place()}")
+        if WITNESS in turns:
+            self._witnesses.compare(optimizer, self._steps.step.number)
         # A vector more, in the first bucket: by it, ranks know which parameters have a gradient on any of them.
         notes = (parameters or self.members.parameters())[0].detach().new_zeros(len(parameters))
         sums = {
@@ -245,6 +252,7 @@ class VirtualEngine(Engine):
         self._world.state.deliveries.settle()
         self._reduced.clear()
         self._buffers.forget()
+        self._witnesses.forget()
 
     def end_pass(self) -> None:
         """Nothing: gradients are reduced when an optimizer steps."""
@@ -269,7 +277,7 @@ class VirtualEngine(Engine):
             if are_two:
                 total = self._world.comm.all_reduce(own[nodes[0]])
             else:
-                part = fold_over_ranks(virtual, size, own, self._exchange, torch.Tensor.add_)
+                part = fold_over_ranks(virtual, own, self._exchange, torch.Tensor.add_)
                 total = torch.cat(self._world.comm.all_gather(part))
             for each, piece in zip(bucket, total.split([*lengths, room]), strict=False):
                 yield each, piece.view_as(each)
@@ -293,7 +301,7 @@ def check_left(world: World, virtual: VirtualRanks, current: Loop | None = None)
         draw = None if loop.last is None else loop.last.draw
         is_left = not (loop.is_open or loop.is_exhausted or loop.is_settled)
         is_left = is_left and bool(loop.num_batches > 1 or loop.num_used or loop.gathered)
-        if is_left and draw is not None and not virtual.ends_round(draw):
+        if is_left and draw is not None and not draw.ends_round:
             raise RuntimeError(
                 f"a loop was left after {loop.num_batches} batches, in the middle of a round of {virtual.count} "
                 "virtual ranks: on another number of ranks these are other samples; leave it where "
