@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 from unisono.arguments import check_integer
-from unisono.randomness import seed_all, seed_of
+from unisono.randomness import mixed, seed_all, seed_of
 
 T = TypeVar("T")
 
@@ -89,10 +89,10 @@ class VirtualRanks:
         return max(map(len, self.table))
 
     def pairs(self, number: int) -> list[tuple[int, int]]:
-        """Of each rank, a virtual rank that it carries, and the rank before, which computes it, too, when the ranks
-        compute witnesses for that time. The virtual ranks take turns."""
-        ranks = len(self.table)
-        return [(own[number % len(own)], (rank - 1) % ranks) for rank, own in enumerate(self.table)]
+        """Of each rank, a virtual rank that it carries, and its witness: the rank before, which computes it, too. Which
+        one it is at that time looks random, so that no period of an epoch leaves any out."""
+        ranks, place = len(self.table), mixed(0, number)
+        return [(own[place % len(own)], (rank - 1) % ranks) for rank, own in enumerate(self.table)]
 
     def witness(self, number: int) -> int:
         """The virtual rank that this rank computes beside its own, at that time."""
