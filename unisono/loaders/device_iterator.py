@@ -23,7 +23,7 @@ from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.randomness import seeded
-from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
+from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming, Track
 from unisono.virtual_ranks import WITNESS
 from unisono.world import World
 
@@ -112,6 +112,9 @@ class DeviceIterator:
             self._loop, self._received = loop, received = LoopTiming(track), received
         else:
             track.switch(FETCH)
+            if self._parent.balance is not None:
+                self._balance(received, track)
+                lane = self._lane
         began, queued = track.since, lane.sent - lane.received
         try:
             # Before the wait, so that a lazy device executes the step meanwhile.
@@ -163,8 +166,23 @@ class DeviceIterator:
         while True:
             delivery = self._ahead.popleft().unwrap() if self._ahead else self._receive()
             is_witness = delivery.draw is not None and delivery.draw.turn == WITNESS
-            if not is_witness or (received.num_used and self._deliveries.open_loops()[:1] == [received]):
+            if not is_witness or self._trains_alone(received):
                 return delivery
+
+    def _trains_alone(self, received: Loop) -> bool:
+        return bool(received.num_used) and self._deliveries.open_loops()[:1] == [received]
+
+    def _balance(self, received: Loop, track: Track) -> None:
+        """At the end of a round of a loop that trains, continue as the ranks agree to carry the virtual ranks."""
+        last = received.last
+        if last is None or last.draw is None or not last.draw.ends_round or not self._trains_alone(received):
+            return
+        if self._parent.balance.note_round(track, received.num_batches, last.draw.carried) is None:
+            return
+        self._ahead.clear()
+        self._parent = parent = self._parent.dealt_anew()
+        self._lane = lane = parent._pipeline.lanes[0]
+        self._receive, self._state = partial(parent._receive_for, 0), partial(parent._state_of, lane)
 
     def is_last(self) -> bool:
         """Whether the batch that was delivered last is the last one; waits until that is known. Ranks that read one

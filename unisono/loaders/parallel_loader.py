@@ -30,6 +30,7 @@ from unisono.backends.switches import is_as_in_a_new_thread
 from unisono.comm.operations import LOOP
 from unisono.comm.thread_start import check_threads
 from unisono.errors import BusyError, ClosedError
+from unisono.loaders.balance import Balance
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import IndexedSource, is_sharded
@@ -139,6 +140,7 @@ class ParallelLoader:
         virtual = self._rule.virtual
         self.num_virtual = None if virtual is None else virtual.count
         self._in_turn = 1 if virtual is None else virtual.each  # batches of a round, for each device
+        self.balance: Balance | None = None
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
         if seed is not None:
@@ -151,6 +153,9 @@ class ParallelLoader:
                 "cannot do; pass a size of at least 1"
             )
         self._bookmark = Bookmark(self._source, self._rule)
+        # Another source could not begin in the middle of an epoch without reading what comes before.
+        if virtual is not None and virtual.balances and isinstance(self._source, IndexedSource):
+            self.balance = Balance(self._world)
         self._prepare_pass()
 
     def _prepare_pass(self) -> None:
@@ -233,6 +238,10 @@ class ParallelLoader:
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
             self._meet_others()
         rule = self._rule if self._rule.virtual is None else self._numbered(self._rule)
+        if self.balance is not None:
+            self.balance.restart()
+            if self.balance.virtual is not None and torch.is_grad_enabled():  # the loop seems to train
+                rule = rule.carried_as(self.balance.virtual)
         begun = self._source.begin(rule)
         reads_here = not getattr(self._loader, "num_workers", 0)
         if rule.virtual is not None:
@@ -297,6 +306,17 @@ class ParallelLoader:
         twin.__dict__.update(self.__dict__)
         twin._loops = loops or self._loops
         twin._prepare_pass()
+        return twin
+
+    def dealt_anew(self) -> ParallelLoader:
+        """A loader for the rest of the pass of its one device, after a round, as the ranks have agreed to carry the
+        virtual ranks. This one is closed."""
+        (lane,) = self._pipeline.lanes
+        assert self._begun is not None
+        self._bookmark.seek(self._begun.epoch, lane.progress.position)
+        self.close()
+        twin = self.again()
+        twin._pipeline.lanes[0].progress = lane.progress
         return twin
 
     def state_dict(self) -> State:

@@ -25,7 +25,7 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Number
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -82,6 +82,10 @@ class Rule:
         """The parts that belong to this process in the round at that place of a pass, with that of a witness last."""
         number = self.witnesses(place)
         return self.kept if number is None or self.virtual is None else (*self.kept, self.virtual.witness(number))
+
+    def carried_as(self, virtual: VirtualRanks) -> Rule:
+        """The same rounds, of virtual ranks that are carried so."""
+        return replace(self, virtual=virtual, kept=virtual.own)
 
     @property
     def batches(self) -> int:

@@ -168,7 +168,7 @@ def one_by_one(begun: Begun, rule: Rule, virtual: VirtualRanks, seed: int, reads
         if pieces is None:
             return
         witnesses, behind = rule.witnesses(place), pieces[-1].position
-        turns = [*zip(rule.kept, pieces, strict=False), *[(rule.count, pieces[0])] * (virtual.each - len(rule.kept))]
+        turns = [*zip(rule.kept, pieces, strict=False), *[(rule.count, pieces[0])] * (virtual.turns - len(rule.kept))]
         several = [*enumerate(turns, WITNESS + 1)]
         if witnesses is not None:
             several.insert(0, (WITNESS, (virtual.witness(witnesses), pieces[-1])))

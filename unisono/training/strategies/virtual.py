@@ -37,14 +37,14 @@ class VirtualEngine(Engine):
 
     def __init__(self, module: nn.Module, world: World, steps: Any, virtual: VirtualRanks) -> None:
         super().__init__(module, world, steps, shares_buffers=False)
-        self._virtual = virtual
+        self._virtual = virtual  # as the ranks have carried them in the last step
         # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
         self._versions: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
         # Of each optimizer: the step that it was asked for, the turns of the batches for which, and their gradients.
         self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[Tensors]]] = WeakKeyDictionary()
         self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
-        self._buffers = VirtualBuffers(self.name, self.members, virtual)
+        self._buffers = VirtualBuffers(self.name, self.members)
         self._witnesses = Witnesses(module, world)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
@@ -96,7 +96,7 @@ class VirtualEngine(Engine):
         super().after_step(optimizer)
         if self._buffers.have_begun:
             if self._buffers.means is None:  # there was a forward pass after the reduction
-                sums = self._buffers.sums()
+                sums = self._buffers.sums(self._virtual)
                 found = self._fold([*next(iter(sums.values()))], sums)
                 self._buffers.means = {each: total / self._virtual.count for each, total in found}
             self._buffers.share(self._buffers.means, self._world)
@@ -194,7 +194,8 @@ class VirtualEngine(Engine):
         seed_beside(self._world.backend, self._world.device, last.draw.seed_step())
         world, (turns, tree) = self._world, self._sums.pop(optimizer)
         del self._asked[optimizer]
-        if len(turns - {WITNESS}) < self._virtual.each:
+        self._virtual = last.draw.carried
+        if len(turns - {WITNESS}) < self._virtual.turns:
             self._refuse_asked(optimizer, len(turns - {WITNESS}))
         own = set(map(id, parameters_of(optimizer)))
         parameters = [each for each in self.with_gradients() if id(each) in own]
@@ -210,7 +211,7 @@ class VirtualEngine(Engine):
         }
         means, buffers = Tensors(), list[torch.Tensor]()
         if self._buffers.have_begun and self._buffers.means is None:
-            for node, values in self._buffers.sums().items():
+            for node, values in self._buffers.sums(self._virtual).items():
                 sums[node].update(values)
                 buffers, self._buffers.means = list(values), means
         present, averaged, (known, *_) = set[int](), set(map(id, buffers)), tree.sums.values()
@@ -228,7 +229,7 @@ class VirtualEngine(Engine):
     def _refuse_asked(self, optimizer: Optimizer, count: int = 0) -> NoReturn:
         raise RuntimeError(
             f"the {type(optimizer).__name__} was asked to step for {count or len(self._sums[optimizer][0])} of the "
-            f"{self._virtual.each} batches that this rank has of a round; call its step() for each: it does nothing "
+            f"{self._virtual.turns} batches that this rank has of a round; call its step() for each: it does nothing "
             "until the last one"
         )
 
@@ -268,8 +269,9 @@ class VirtualEngine(Engine):
         if size == 1:
             yield from ((each, sums[1, 0][each]) for each in keys if each in sums[1, 0])
             return
-        nodes = sums_of(virtual)
-        are_two = size == 2 and virtual.count % 2 == 0  # one sum each, and a + b is b + a
+        of_ranks = [sums_of(own, virtual.count) for own in virtual.table]
+        nodes = of_ranks[virtual.rank]
+        are_two = [*map(len, of_ranks)] == [1, 1]  # one sum each, and a + b is b + a
         for bucket in buckets(keys):
             lengths = [each.numel() for each in bucket]
             room = 0 if are_two else -sum(lengths) % size  # as many for each rank

@@ -21,8 +21,8 @@ class VirtualBuffers:
         means: what they are after the step, once that is known; a forward pass drops it.
     """
 
-    def __init__(self, name: str, members: Members, virtual: VirtualRanks) -> None:
-        self._name, self._members, self._virtual = name, members, virtual
+    def __init__(self, name: str, members: Members) -> None:
+        self._name, self._members = name, members
         self.forget()
 
     def forget(self) -> None:
@@ -62,15 +62,15 @@ class VirtualBuffers:
     def _of(self, turn: int) -> list[torch.Tensor]:
         return self._behind.get(turn, self._begin or [])
 
-    def sums(self) -> dict[Node, Tensors]:
-        """The sums of those of floats, as the virtual ranks of this rank have left them."""
+    def sums(self, virtual: VirtualRanks) -> dict[Node, Tensors]:
+        """The sums of those of floats, as the virtual ranks that this rank carries have left them."""
 
         def add(one: Tensors, other: Tensors) -> Tensors:
             return {each: value + other[each] for each, value in one.items()}
 
         self._keep()
-        tree: Tree[Tensors] = Tree(self._virtual.count, add)
-        for turn, rank in enumerate(self._virtual.own, 1):
+        tree: Tree[Tensors] = Tree(virtual.count, add)
+        for turn, rank in enumerate(virtual.own, 1):
             values = zip(self._members.buffers(), self._of(turn), strict=True)
             tree.put(rank, {each: value for each, value in values if each.is_floating_point()})
         return tree.sums
