@@ -203,6 +203,7 @@ def barrier(world: World | None = None) -> None:
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()
+    refuse_within_round("barrier", world)
     with world.timeline.loop().span(REDUCE), world.state.deliveries.evaluations.aside():
         world.comm.barrier()
 
