@@ -1,5 +1,6 @@
 """What virtual ranks cost on CPUs, by the time of an epoch: as many as ranks, against none; and four on each of two
-ranks, against the accumulation of four microbatches; and what digests cost in a run that is recorded.
+ranks, against the accumulation of four microbatches; and what digests cost in a run that is recorded, and witnesses.
+And the time where one rank is slowed threefold, with and without balance, against that of the ideal split.
 
     python bench/virtual_ranks.py
 """
@@ -17,7 +18,9 @@ from blocks import interleave, options, show
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, Output, spawn
+from unisono import Accelerator, Output, Virtual, spawn
+from unisono.loaders import balance
+from unisono.virtual_ranks import rebalanced
 
 DEVICES = ("cpu",)
 RANKS, BATCH, DIGESTED = 2, 32, 250
@@ -39,9 +42,18 @@ def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), (3, 32, 32)
 
 
-def train(rank: int, kind: str, batches: int, **given: Any) -> float:
-    """Seconds of an epoch of so many batches on each rank, the second one."""
+def train(rank: int, kind: str, batches: int, slow: float = 1, ideal: bool = False, **given: Any) -> float:
+    """Seconds of an epoch of so many batches on each rank, the second one.
+
+    Args:
+        slow: how many times as long a batch takes the last rank.
+        ideal: whether the ranks know that.
+    """
     torch.set_num_threads(1)
+    if ideal:
+        times = [1.0] * (RANKS - 1) + [slow]
+        balance.rebalanced = lambda virtual, _: rebalanced(virtual, times)  # type: ignore[assignment,attr-defined]
+        balance.ROUNDS = 1
     accelerator = Accelerator(seed=0, **given)
     model, shape = network(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -51,7 +63,10 @@ def train(rank: int, kind: str, batches: int, **given: Any) -> float:
     for _ in range(2):
         began = time.perf_counter()
         for inputs, targets in loader:
+            drawn = time.perf_counter()
             accelerator.backward(F.cross_entropy(model(inputs), targets))
+            if rank == RANKS - 1:
+                time.sleep((slow - 1) * (time.perf_counter() - drawn))
             optimizer.step()
             optimizer.zero_grad()
     return time.perf_counter() - began
@@ -81,6 +96,22 @@ def main() -> None:
             digested = partial(cost, kind, DIGESTED, directory, virtual_ranks=RANKS)
             runs = {"digests": digested, "no digests": partial(digested, digest_every=0)}
             show(f"digests of each 100th step and the last of {DIGESTED}, {kind}", interleave(runs, given.blocks))
+        plain = partial(cost, kind, DIGESTED)
+        virtual = {f"witness_every={every}": Virtual(RANKS, witness_every=every or None) for every in (100, 10, 0)}
+        runs = {name: partial(plain, virtual_ranks=each) for name, each in virtual.items()}
+        last = [*virtual][-1]
+        show(f"witnesses, {kind}", interleave(runs, given.blocks), [(each, last) for each in virtual if each != last])
+        slowed = partial(cost, kind, DIGESTED, slow=3, virtual_ranks=Virtual(4 * RANKS, balance=True))
+        runs = {
+            "balance": slowed,
+            "equal": partial(slowed, virtual_ranks=4 * RANKS),
+            "ideal": partial(slowed, ideal=True),
+        }
+        show(
+            f"one of {RANKS} ranks slowed threefold, {kind}",
+            interleave(runs, given.blocks),
+            [("balance", "ideal"), ("balance", "equal")],
+        )
 
 
 if __name__ == "__main__":
