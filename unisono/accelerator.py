@@ -55,7 +55,7 @@ from unisono.training.strategies.sharded import is_distributed
 from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.training.strategies.virtual import check_left
-from unisono.virtual_ranks import Virtual
+from unisono.virtual_ranks import Virtual, virtual_of
 from unisono.world import World, current_world
 
 
@@ -534,7 +534,7 @@ def _joined_world(family: str | None) -> World:
 def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, virtual: Any, loader: Any) -> Any:
     """The loader of this rank; those of this package stay what they are."""
     if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
-        count = None if virtual is None else Virtual.of(virtual).count
+        count = None if virtual is None else virtual_of(virtual).count
         if loader.num_virtual != count:
             raise ValueError(
                 f"the {type(loader).__name__} was made with virtual_ranks={loader.num_virtual}, and the Accelerator "

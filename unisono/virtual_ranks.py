@@ -55,17 +55,10 @@ class Virtual:
             check_integer(self.witness_every, "witness_every", 1, "pass a number of steps, or None")
         check_type(self.balance, "balance", "pass True or False", bool)
 
-    @classmethod
-    def of(cls, given: int | Virtual) -> Virtual:
-        """What an argument `virtual_ranks` says."""
-        return given if isinstance(given, Virtual) else cls(given)
 
-    def carried_by(self, rank: int, ranks: int) -> VirtualRanks:
-        """Those of one of so many ranks: each carries every `ranks`-th one. ValueError: there are more ranks."""
-        if self.count < ranks:
-            raise ValueError(f"virtual_ranks={self.count} are fewer than the {ranks} ranks; start at most {self.count}")
-        table = tuple(tuple(range(each, self.count, ranks)) for each in range(ranks))
-        return VirtualRanks(rank, table, balances=self.balance and ranks > 1)
+def virtual_of(given: int | Virtual) -> Virtual:
+    """What an argument `virtual_ranks` says."""
+    return given if isinstance(given, Virtual) else Virtual(given)
 
 
 @dataclass(frozen=True)
@@ -84,6 +77,14 @@ class VirtualRanks:
     table: tuple[tuple[int, ...], ...]
     balances: bool = False
     fills: bool = True
+
+    @classmethod
+    def carried_by(cls, rank: int, ranks: int, given: int | Virtual) -> VirtualRanks:
+        """Those of one of so many ranks: each carries every `ranks`-th one. ValueError: there are more ranks."""
+        count, balances = virtual_of(given).count, virtual_of(given).balance
+        if count < ranks:
+            raise ValueError(f"virtual_ranks={count} are fewer than the {ranks} ranks; start at most {count}")
+        return cls(rank, tuple(tuple(range(each, count, ranks)) for each in range(ranks)), balances and ranks > 1)
 
     @cached_property
     def count(self) -> int:

@@ -54,7 +54,9 @@ def test_the_slowest_rank_needs_the_least_time_that_it_can(data: st.DataObject) 
     count = data.draw(st.integers(2, 16))
     ranks = data.draw(st.integers(2, count))
     draw = random.Random(data.draw(st.integers(0, 10**6)))
-    before = Virtual(count, balance=True).carried_by(0, ranks).with_table(tables(draw.choice, count, ranks))
+    before = VirtualRanks.carried_by(0, ranks, Virtual(count, balance=True)).with_table(
+        tables(draw.choice, count, ranks)
+    )
     times = data.draw(st.lists(st.floats(1, 20), min_size=ranks, max_size=ranks))
     found = rebalanced(before, times)
     assert sorted(each for own in found.table for each in own) == [*range(count)]
@@ -71,7 +73,7 @@ def test_the_slowest_rank_needs_the_least_time_that_it_can(data: st.DataObject) 
 
 @pytest.mark.parametrize(("count", "ranks"), [(8, 2), (16, 4), (7, 3), (32, 5)])
 def test_it_stays_where_ranks_are_as_fast_but_for_noise(count: int, ranks: int) -> None:
-    draw, virtual = random.Random(count), Virtual(count, balance=True).carried_by(0, ranks)
+    draw, virtual = random.Random(count), VirtualRanks.carried_by(0, ranks, Virtual(count, balance=True))
     changes = 0
     for _ in range(300):
         found = rebalanced(virtual, [draw.gauss(10, 0.15) for _ in range(ranks)])
@@ -80,7 +82,7 @@ def test_it_stays_where_ranks_are_as_fast_but_for_noise(count: int, ranks: int) 
 
 
 def test_a_slow_rank_carries_fewer_and_moves_whole_subtrees() -> None:
-    virtual = Virtual(8, balance=True).carried_by(0, 2)
+    virtual = VirtualRanks.carried_by(0, 2, Virtual(8, balance=True))
     found = rebalanced(virtual, [1, 3])
     assert [*map(len, found.table)] == [6, 2]
     assert [len(sums_of(own, 8)) for own in found.table] == [2, 1]

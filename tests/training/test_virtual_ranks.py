@@ -69,7 +69,7 @@ def test_the_additions_depend_on_the_number_of_virtual_ranks_alone(data: st.Data
     count = data.draw(st.integers(1, 40))
     ranks = data.draw(st.integers(1, count))
     alone = pairs((tuple(range(count)),))
-    assert pairs(Virtual(count).carried_by(0, ranks).table) == alone
+    assert pairs(VirtualRanks.carried_by(0, ranks, Virtual(count)).table) == alone
     carriers = data.draw(st.permutations([*range(ranks), *data.draw(st.lists(st.integers(0, ranks - 1)))][:count]))
     carriers += [0] * (count - len(carriers))
     assert pairs(tuple(tuple(v for v in range(count) if carriers[v] == rank) for rank in range(ranks))) == alone
@@ -79,7 +79,7 @@ def test_the_additions_depend_on_the_number_of_virtual_ranks_alone(data: st.Data
 
 @pytest.mark.parametrize(("count", "ranks", "sums"), [(8, 1, 1), (8, 2, 1), (8, 4, 1), (8, 8, 1), (6, 2, 1), (8, 3, 3)])
 def test_a_rank_has_one_sum_where_it_carries_a_whole_subtree(count: int, ranks: int, sums: int) -> None:
-    assert len(sums_of(Virtual(count).carried_by(0, ranks))) == sums
+    assert len(sums_of(VirtualRanks.carried_by(0, ranks, Virtual(count)))) == sums
 
 
 # Training.

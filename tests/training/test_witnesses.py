@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean, Virtual
 from unisono.errors import CorruptedComputeError
 from unisono.loaders.sharding import Rule
+from unisono.virtual_ranks import VirtualRanks
 
 V = 4
 SHUFFLED = partial(DataLoader, batch_size=4, shuffle=True)
@@ -180,7 +181,7 @@ def test_a_bit_that_is_flipped_once_is_found_by_the_witness_of_that_batch() -> N
     assert (error.rank, error.witness) == (0, 1)
     assert error.virtual_rank % 2 == 0
     assert "is one of the two each time" not in str(error)
-    assert "so it is for" not in str(error)
+    assert "the same is true of" not in str(error)
 
 
 def test_one_rank_is_its_own_witness() -> None:
@@ -267,7 +268,7 @@ def test_there_is_one_in_so_many_steps_and_each_virtual_rank_has_its_turn(
     every: int, rounds: int, data: st.DataObject
 ) -> None:
     count = data.draw(st.integers(1, 8))
-    virtual = Virtual(count).carried_by(0, data.draw(st.integers(1, count)))
+    virtual = VirtualRanks.carried_by(0, data.draw(st.integers(1, count)), Virtual(count))
     rule = Rule(count, virtual.own, virtual=virtual, witness_every=every)
     found = [
         (epoch * rounds + place, number)

@@ -40,7 +40,7 @@ from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
 from unisono.loaders.streams import StreamSource
-from unisono.virtual_ranks import Virtual
+from unisono.virtual_ranks import Virtual, VirtualRanks, virtual_of
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
@@ -528,8 +528,8 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
     if (given_ranks := options.get("virtual_ranks")) is not None:
-        virtual = Virtual.of(given_ranks)
-        carried, count = virtual.carried_by(world.rank, ranks), virtual.count
+        carried, virtual = VirtualRanks.carried_by(world.rank, ranks, given_ranks), virtual_of(given_ranks)
+        count = virtual.count
         if lanes > 1:
             raise ValueError(f"virtual_ranks={count}: a process has one device for all that it carries, not {lanes}")
         if is_cut or isinstance(getattr(loader, "dataset", None), IterableDataset):

@@ -17,7 +17,7 @@ from unisono.strategies import DDP, Choice
 from unisono.torch_private import set_lru_cache
 from unisono.training.prepared.scheduler import Unit
 from unisono.training.strategies.strategy import Strategy
-from unisono.virtual_ranks import Virtual, VirtualRanks
+from unisono.virtual_ranks import VirtualRanks, virtual_of
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -121,8 +121,7 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
     Raises:
         TypeError, ValueError: as `check_arguments`.
     """
-    virtual = Virtual.of(given["virtual_ranks"])
-    count = virtual.count
+    count = virtual_of(given["virtual_ranks"]).count
     every, reason = given["gradient_accumulation_steps"], world.backend.unsupported_reason("virtual_ranks")
     refused = {
         f"gradient_accumulation_steps={every}": (every != 1, f"pass virtual_ranks={count * every}"),
@@ -137,7 +136,7 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
     for what, (is_asked, way) in refused.items():
         if is_asked:
             raise ValueError(f"virtual_ranks={count} does not go with {what}: {way}")
-    return virtual.carried_by(world.rank, world.world_size)
+    return VirtualRanks.carried_by(world.rank, world.world_size, given["virtual_ranks"])
 
 
 def check_accumulation(steps: Any) -> None:

@@ -84,13 +84,13 @@ class _Difference(NamedTuple):
 
 def _describe(where: str, found: list[_Difference], devices: list[str]) -> str:
     rank, carrier, witness, (name, *more) = found[0]
-    others = ", ".join(f"{each.rank} (ranks {each.carrier} and {each.witness})" for each in found[1:])
+    others = ", ".join(f"virtual rank {each.rank} (ranks {each.carrier} and {each.witness})" for each in found[1:])
     in_all = set.intersection(*({each.carrier, each.witness} for each in found))
     return (
         f"{where}: the gradient of {name}{f', and of {len(more)} more parameters,' * bool(more)} has other bits for "
         f"virtual rank {rank} on rank {carrier} ({devices[carrier]}) than on its witness, rank {witness} "
         f"({devices[witness]})"
-        + f"; so it is for virtual ranks {others}" * bool(others)
+        + f"; the same is true of {others}" * bool(others)
         + f": rank {min(in_all)} is one of the two each time" * (len(in_all) == 1 < len(found))
         + ". Nothing has stepped on it. Either a device computes wrong: continue from the last checkpoint without one "
         "of them, and see whether it happens again. Or they are of different models, or the loop computes with what "
