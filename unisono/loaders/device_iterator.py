@@ -17,6 +17,7 @@ from unisono.comm.selection import innermost
 from unisono.deliveries import Loop
 from unisono.errors import UnisonoError
 from unisono.evaluations import Evaluations
+from unisono.loaders.balance import Balance
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.sharding import Claim
@@ -53,11 +54,13 @@ class DeviceIterator:
         world: World,
         receive: Callable[[], Delivery],
         state: Callable[[], State],
+        balance: Balance | None = None,
     ) -> None:
         self._parent = parent  # its threads end with the last iterator
         self.loader: Any = parent
         self._receive = receive
         self._state = state
+        self._balance = balance
         self._deliveries = world.state.deliveries
         self._evaluations: Evaluations | None = None
         if world.rank == 0 < world.world_size - 1:  # one rank tells
@@ -112,8 +115,8 @@ class DeviceIterator:
             self._loop, self._received = loop, received = LoopTiming(track), received
         else:
             track.switch(FETCH)
-            if self._parent.balance is not None:
-                self._balance(received, track)
+            if self._balance is not None:
+                self._deal_anew(self._balance, received, track)
                 lane = self._lane
         began, queued = track.since, lane.sent - lane.received
         try:
@@ -172,12 +175,12 @@ class DeviceIterator:
     def _trains_alone(self, received: Loop) -> bool:
         return bool(received.num_used) and self._deliveries.open_loops()[:1] == [received]
 
-    def _balance(self, received: Loop, track: Track) -> None:
+    def _deal_anew(self, balance: Balance, received: Loop, track: Track) -> None:
         """At the end of a round of a loop that trains, continue as the ranks agree to carry the virtual ranks."""
         last = received.last
         if last is None or last.draw is None or not last.draw.ends_round or not self._trains_alone(received):
             return
-        if self._parent.balance.note_round(track, received.num_batches, last.draw.carried) is None:
+        if balance.note_round(track, received.num_batches, last.draw.carried) is None:
             return
         self._ahead.clear()
         self._parent = parent = self._parent.dealt_anew()

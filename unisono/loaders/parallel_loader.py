@@ -140,7 +140,7 @@ class ParallelLoader:
         virtual = self._rule.virtual
         self.num_virtual = None if virtual is None else virtual.count
         self._in_turn = 1 if virtual is None else virtual.each  # batches of a round, for each device
-        self.balance: Balance | None = None
+        self._balance: Balance | None = None
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
         if seed is not None:
@@ -155,7 +155,7 @@ class ParallelLoader:
         self._bookmark = Bookmark(self._source, self._rule)
         # Another source could not begin in the middle of an epoch without reading what comes before.
         if virtual is not None and virtual.balances and isinstance(self._source, IndexedSource):
-            self.balance = Balance(self._world)
+            self._balance = Balance(self._world)
         self._prepare_pass()
 
     def _prepare_pass(self) -> None:
@@ -187,7 +187,8 @@ class ParallelLoader:
             raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(names)}")
         place = names.index(name)
         lane, world = self._pipeline.lanes[place], self._loop_world(place)
-        return DeviceIterator(self, lane, world, partial(self._receive_for, place), partial(self._state_of, lane))
+        receive, state = partial(self._receive_for, place), partial(self._state_of, lane)
+        return DeviceIterator(self, lane, world, receive, state, self._balance)
 
     def _receive_for(self, place: int) -> Delivery:
         # Without the lock, which each batch would pay for; `_begin_pass` checks again.
@@ -238,10 +239,10 @@ class ParallelLoader:
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
             self._meet_others()
         rule = self._rule if self._rule.virtual is None else self._numbered(self._rule)
-        if self.balance is not None:
-            self.balance.restart()
-            if self.balance.virtual is not None and torch.is_grad_enabled():  # the loop seems to train
-                rule = rule.carried_as(self.balance.virtual)
+        if self._balance is not None:
+            self._balance.restart()
+            if self._balance.virtual is not None and torch.is_grad_enabled():  # the loop seems to train
+                rule = rule.carried_as(self._balance.virtual)
         begun = self._source.begin(rule)
         reads_here = not getattr(self._loader, "num_workers", 0)
         if rule.virtual is not None:
