@@ -28,7 +28,7 @@ from modes import PROCESSES_2, SOLO, Mode
 from step_programs import LINES, LOOPS, Choose, Outcome, Program, Setup, run_programs
 
 MODES = (SOLO, PROCESSES_2, Mode("processes", 3))
-REFUSED = ("tokens", "foreign", "replay", "keep", "save", "best", "zero f none; draw b", "accelerator; draw a")
+REFUSED = ("foreign", "replay", "keep", "save", "best", "zero f none; draw b", "accelerator; draw a")
 OF_ROUNDS = tuple(line for line in LOOPS if not any(part in line for part in REFUSED))
 """Those that virtual ranks take."""
 NOT_WITHIN = ("foreign", "hook", "freeze", "unfreeze", "zero", "zero_model", "list")
@@ -129,18 +129,28 @@ def _numbers(seen: Sequence[Any]) -> list[float]:
     return [each for each in seen if isinstance(each, float)]
 
 
-def verdicts_of(programs: Sequence[VirtualProgram], modes: Sequence[Mode] = MODES) -> list[Verdict]:
+def joined(ranks: Sequence[Outcome]) -> Sequence[Outcome]:
+    """The same with whole parameters, whose shards the ranks have."""
+    if len(ranks) == 1 or any(each.error for each in ranks):
+        return ranks
+    state = [torch.cat(parts) for parts in zip(*(each.state for each in ranks), strict=True)]
+    return [each._replace(state=state) for each in ranks]
+
+
+def verdicts_of(
+    programs: Sequence[VirtualProgram], modes: Sequence[Mode] = MODES, strategy: str = "ddp"
+) -> list[Verdict]:
     """Run each in all modes, and once more on other ranks from where it was cut."""
-    whole = [run_programs(mode, [each.on(mode.ranks, slice(None)) for each in programs]) for mode in modes]
+    whole = [run_programs(mode, [each.on(mode.ranks, slice(None)) for each in programs], strategy) for mode in modes]
     with tempfile.TemporaryDirectory() as saved:
         one, other = modes[-1], modes[0]
         begins = [each.on(one.ranks, slice(each.cut), "drop", "save") for each in programs]
         ends = [each.on(other.ranks, slice(each.cut, None), "load") for each in programs]
-        begun = run_programs(one, begins, saved=saved)
-        ended = run_programs(other, ends, saved=saved)
+        begun = run_programs(one, begins, strategy, saved=saved)
+        ended = run_programs(other, ends, strategy, saved=saved)
     found = []
     for number, program in enumerate(programs):
-        outcomes = [each[number] for each in whole]
+        outcomes = [joined(each[number]) if strategy == "fsdp" else each[number] for each in whole]
         is_cut = not any(each.error for each in begun[number]) and _can_continue(program)
         if is_cut and not any(each.error for each in (*ended[number], *outcomes[0])):
             outcomes.append([each._replace(seen=outcomes[0][0].seen) for each in ended[number]])
@@ -157,12 +167,13 @@ def _can_continue(program: VirtualProgram) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:1000", help="FIRST:END")
+    parser.add_argument("--strategy", default="ddp", choices=["ddp", "zero1", "fsdp"])
     given = parser.parse_args()
     torch.set_num_threads(1)
     first, end = map(int, given.seeds.split(":"))
     programs = [any_program(random.Random(seed).choice) for seed in range(first, end)]
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for number, verdict in enumerate(verdicts_of(programs)):
+    for number, verdict in enumerate(verdicts_of(programs, strategy=given.strategy)):
         groups[verdict.kind, re.sub(r"[-+]?\d[\d.e+-]*", "#", verdict.reason)[:150]].append(number)
     for (kind, reason), numbers in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
         print(f"{len(numbers):5} {kind} {reason}")

@@ -51,10 +51,9 @@ from unisono.training.prepared.scaler import LossScaler
 from unisono.training.prepared.scheduler import Unit
 from unisono.training.rank_view import RankView
 from unisono.training.steps import Steps
-from unisono.training.strategies.sharded import is_distributed
+from unisono.training.strategies.sharded import gathered
 from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
-from unisono.training.strategies.virtual import check_left
 from unisono.virtual_ranks import Virtual, virtual_of
 from unisono.world import World, current_world
 
@@ -462,20 +461,21 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """A SHA-256 of the names, parameters and buffers of all prepared models, in the order of their preparation, as
         64 hexadecimal digits: two runs that have the same one have the same bits.
 
+        Under strategy "fsdp" every rank must call it.
+
         Raises:
-            ValueError: strategy "fsdp" has divided the parameters among the ranks.
-            RuntimeError: a loop was left in the middle of a round of virtual ranks.
+            RuntimeError: it is called in the middle of a round of virtual ranks, or a loop was left there.
         """
-        if self._steps.virtual is not None:
-            check_left(self.world, self._steps.virtual)
+        self._states.check_round("digest")
+        self.world.comm.announce("digest")
         found = hashlib.sha256()
         for module in self._prepared.modules():
             for name, each in module.state_dict().items():
-                if is_distributed(each):
-                    raise ValueError(f"{name} is divided among the ranks; take state_dict(model), which rank zero has")
                 if isinstance(each, torch.Tensor):
                     found.update(f"{name} {each.dtype} {list(each.shape)}".encode())
-                    found.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                    found.update(
+                        gathered(each).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    )
         return found.hexdigest()
 
     def state_dict(self, prepared: nn.Module | Optimizer) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Batch:
     @property
     def is_repeated(self) -> bool:
         """Whether it only repeats rows of others, or has none: then it weighs 0, whatever its loss is the mean over."""
-        return not self.samples
+        return not self.weight
 
     @property
     def weight(self) -> int:

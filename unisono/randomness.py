@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ _seeding = threading.RLock()
 _SEEDING_S = 30.0
 
 
+@lru_cache(maxsize=64)
 def seed_of(*place: int | str) -> int:
     """A 63-bit seed for a place, for example (seed, epoch). Hashed, so that the seeds of neighbors are unrelated."""
     # A text is hashed by SHA-512, alike in every process; `hash` of a text is not.

@@ -163,11 +163,12 @@ class Draw(NamedTuple):
 
     def seed_batch(self) -> int:
         """Seed the process's generators for what is computed with the batch; returns the seed, for the device's."""
-        return _seed_all(seed_of("batch", *self.round, self.rank, self.carried.count))
+        place = seed_of("batch", self.seed, self.epoch, self.carried.count)
+        return _seed_all(mixed(mixed(place, self.sample), self.rank))
 
     def seed_step(self) -> int:
         """Seed them, alike on all ranks, for the step on the round, and what follows."""
-        return _seed_all(seed_of("step", *self.round))
+        return _seed_all(mixed(seed_of("step", self.seed, self.epoch), self.sample))
 
     def seed_behind(self) -> int:
         """Seed them, alike on all ranks, for what comes after the loop."""

@@ -219,6 +219,11 @@ def test_what_ranks_do_together_for_each_batch_is_refused_in_words(name: str) ->
         on(2, partial(refuses, ACTS[name], ends_round=True))
 
 
+def test_fsdp_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not go with balance=True and strategy='fsdp'"):
+        Accelerator(virtual_ranks=Virtual(2, balance=True), strategy="fsdp")
+
+
 def test_balance_is_a_bool() -> None:
     with pytest.raises(TypeError, match="pass True or False"):
         Virtual(2, balance=1)  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean, Virtual
 from unisono.backends.cpu import CpuBackend
-from unisono.errors import CheckpointError, WorkerDiedError
+from unisono.errors import WorkerDiedError
+from unisono.strategies import FSDP
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
 V = 4
@@ -221,6 +222,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp16": {"mixed_precision": "fp16"},
     "split_batches": {"split_batches": True},
     "zero1": {"strategy": "zero1"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp of attention": {"strategy": "fsdp", "network": "attention", "optimizer": partial(torch.optim.AdamW, lr=0.01)},
     "drop_last": {"loader": partial(DataLoader, batch_size=3, drop_last=True)},
     "workers": {"loader": partial(DataLoader, batch_size=4, shuffle=True, num_workers=1)},
     "lists": {"loader": lists},
@@ -262,6 +265,89 @@ def weights(seed: int, count: int | None) -> list[torch.Tensor]:
     return [each.detach().clone() for each in accelerator.unwrap_model(model).parameters()]
 
 
+def maker_first(count: int | None) -> list[torch.Tensor]:
+    """The loss of the maker, which comes first, leaves gradients in the judge, on those that it has stepped on."""
+    accelerator = Accelerator(seed=1, virtual_ranks=count)
+    maker, judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (maker, judge)]
+    rows = TensorDataset(torch.randn(26, 3, dtype=torch.float64))
+    made_by, judged_by, one, other, loader = accelerator.prepare(maker, judge, *steps, DataLoader(rows, 3))
+    for (real,) in loader:
+        made = made_by(real.flip(1))
+        lost, told = F.softplus(-judged_by(made)).mean(), F.softplus(judged_by(made.detach()) - judged_by(real)).mean()
+        one.zero_grad()
+        accelerator.backward(lost)
+        one.step()
+        other.zero_grad()
+        accelerator.backward(told)
+        other.step()
+    return [each.detach().clone() for each in (*maker.parameters(), *judge.parameters())]
+
+
+def test_gradients_that_another_models_loss_leaves_are_zeroed_as_on_a_device_of_its_own() -> None:
+    first, *others = [on(ranks, lambda: maker_first(V)) for ranks in (1, 2, 3)]
+    assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
+    for one, other in zip(first, on(V, lambda: maker_first(None)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def weighted(count: int | None, has_norm: bool = False) -> list[torch.Tensor]:
+    """By the numbers of tokens: none in the first round, and few in the next batch."""
+    accelerator = Accelerator(seed=3, virtual_ranks=count)
+    norm = nn.BatchNorm1d(4) if has_norm else nn.Tanh()
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    tokens = torch.randint(6, (56,)).where(torch.arange(56) >= 18, 0)
+    rows = TensorDataset(torch.randn(56, 3, dtype=torch.float64), tokens)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4))
+    for _ in range(2):
+        for inputs, numbers in loader:
+            optimizer.zero_grad()
+            loss = (model(inputs).square()[:, 0] * numbers).sum() / numbers.sum().clamp(min=1)
+            accelerator.backward(loss, weight=numbers.sum())
+            optimizer.step()
+    return [each.detach().clone() for each in accelerator.unwrap_model(model).state_dict().values()]
+
+
+def test_weights_of_batches_are_those_of_as_many_ranks() -> None:
+    first, *others = [on(ranks, lambda: weighted(V)) for ranks in (1, 2, 3)]
+    assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
+    for one, other in zip(first, on(V, lambda: weighted(None)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_a_round_in_which_nothing_counts_is_skipped_with_its_buffers_averaged() -> None:
+    first, *others = [on(ranks, lambda: weighted(V, has_norm=True)) for ranks in (1, 2, 3)]
+    assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
+
+
+def leaves_out() -> tuple[str, int]:
+    """Takes no step whose norm is not finite; returns how many there were."""
+    accelerator = Accelerator(seed=0, virtual_ranks=V)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows, left_out = torch.randn(48, 3), 0
+    rows[17] = torch.nan
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(rows), 2, shuffle=True))
+    for _ in range(2):
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            accelerator.backward(model(inputs).square().mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if norm is not None and not norm.isfinite():
+                optimizer.zero_grad()
+                left_out += 1
+                continue
+            optimizer.step()
+    return accelerator.digest(), left_out
+
+
+def test_a_step_may_be_left_out_by_its_norm() -> None:
+    digests, numbers = zip(*(on(ranks, leaves_out) for ranks in (1, 2, 3)), strict=True)
+    assert len(set(digests)) == 1
+    assert numbers == (2, 2, 2)
+
+
 def test_buffers_are_the_mean_over_the_virtual_ranks() -> None:
     rows = torch.randn(8, 3)
 
@@ -299,6 +385,12 @@ def test_a_run_goes_on_with_its_bits_on_another_number_of_ranks(before: int, aft
     whole, *_ = on(1, partial(train, "convolutions"))
     on(before, partial(train, "convolutions", state=(str(tmp_path), 4)))
     assert on(after, partial(train, "convolutions", state=(str(tmp_path), -1)))[0] == whole
+
+
+def test_a_run_whose_parameters_were_divided_goes_on_with_its_bits_where_they_are_not(tmp_path: Path) -> None:
+    whole, *_ = on(1, partial(train, "attention"))
+    on(3, partial(train, "attention", strategy="fsdp", state=(str(tmp_path), 4)))
+    assert on(2, partial(train, "attention", state=(str(tmp_path), -1)))[0] == whole
 
 
 def two_models(alternates: bool) -> str:
@@ -375,7 +467,8 @@ def test_the_script_of_the_page_prints_the_same_on_each_number_of_ranks(tmp_path
         ({"virtual_ranks": 0}, "virtual_ranks=0"),
         ({"virtual_ranks": 4, "gradient_accumulation_steps": 2}, "pass virtual_ranks=8"),
         ({"virtual_ranks": 4, "sync_batchnorm": True}, "each virtual rank has statistics of its own"),
-        ({"virtual_ranks": 4, "strategy": "fsdp"}, "pass 'ddp' or 'zero1'"),
+        ({"virtual_ranks": 4, "strategy": FSDP(offload=True)}, "or 'fsdp', without replicas=, offload="),
+        ({"virtual_ranks": 4, "strategy": FSDP(param_dtype=torch.bfloat16)}, "and dtypes"),
     ],
 )
 def test_what_does_not_go_with_them_is_refused_at_once(options: dict[str, Any], words: str) -> None:
@@ -414,14 +507,15 @@ def test_a_stream_is_refused() -> None:
         Accelerator(virtual_ranks=2).prepare(DataLoader(Stream(), 1))
 
 
-def test_a_checkpoint_within_a_round_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["save_state", "save_model", "digest"])
+def test_what_would_be_the_state_within_a_round_is_refused(name: str, tmp_path: Path) -> None:
     accelerator, model, optimizer, loader = model_and_loader(project_dir=tmp_path)
     for (inputs,) in loader:
         accelerator.backward(model(inputs).sum())
         optimizer.step()
         if not accelerator.sync_gradients:
-            with pytest.raises(CheckpointError, match="in the middle of a round of 2 virtual ranks"):
-                accelerator.save_state()
+            with pytest.raises(RuntimeError, match=f"{name} was called in the middle of a round of 2 virtual ranks"):
+                getattr(accelerator, name)(*[model, tmp_path][: 2 * (name == "save_model")])
             return
     raise AssertionError
 
@@ -493,6 +587,12 @@ def steps_on_some(loop: Loop) -> None:
             loop.optimizer.step()
 
 
+def zeroes_nothing(loop: Loop) -> None:
+    for (inputs,) in loop.loader:
+        loop.backward(inputs)
+        loop.optimizer.step()
+
+
 def closes(loop: Loop) -> None:
     loop.each(lambda inputs: loop.optimizer.step(lambda: loop.backward(inputs)))
 
@@ -528,6 +628,7 @@ REFUSED: dict[Callable[[Loop], None], str] = {
     sharpens: "another change of its parameters, in the same round",
     steps_twice: "was asked to step twice for one batch",
     steps_on_some: "was asked to step for 1 of the 2 batches",
+    zeroes_nothing: "those of the first were not zeroed",
     closes: "and a closure cannot be combined",
     uses_more_threads: r"set_num_threads\(2\) was called",
     makes_graphs: r"create_graph=True\) through the",
@@ -549,11 +650,12 @@ def test_a_loop_whose_bits_would_depend_on_the_ranks_is_refused(loop: Callable[[
     [
         (nn.SyncBatchNorm(1), torch.optim.SGD, "use BatchNorm"),
         (nn.Linear(1, 1), torch.optim.SparseAdam, "use Adam or SGD"),
+        (nn.Linear(1, 1), partial(torch.optim.AdamW, fused=True), "pass fused=False"),
     ],
 )
 def test_what_needs_the_ranks_is_refused(model: nn.Module, optimizer: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Accelerator(virtual_ranks=2).prepare(model, optimizer(model.parameters(), lr=0.1))
+        Accelerator(virtual_ranks=2, strategy="fsdp").prepare(model, optimizer(model.parameters(), lr=0.1))
 
 
 def test_a_collate_fn_that_returns_a_row_of_each_sample_is_one_of_many_and_others_are_refused() -> None:
@@ -607,12 +709,10 @@ def test_a_batch_that_is_left_out_is_refused(left_out: int, words: str) -> None:
                 optimizer.zero_grad()
 
 
-def test_data_of_no_loader_and_weights_are_refused() -> None:
-    accelerator, model, _, loader = model_and_loader()
+def test_data_of_no_loader_is_refused() -> None:
+    accelerator, model, _, _ = model_and_loader()
     with pytest.raises(ValueError, match="has a loss on data of none; prepare its loader"):
         accelerator.backward(model(torch.ones(3, 1)).sum())
-    with pytest.raises(ValueError, match="pass no weight="):
-        accelerator.backward(model(next(iter(loader))[0]).sum(), weight=2)
 
 
 @pytest.mark.parametrize("count", [None, 3])
@@ -899,12 +999,16 @@ def leave_after(count: int, then: Callable[[Loop, Any], Any]) -> Any:
     "then",
     [
         lambda loop, inputs: loop.accelerator.digest(),
+        lambda loop, inputs: loop.accelerator.save_model(loop.model, "saved"),
         lambda loop, inputs: loop.accelerator.end_training(),
         lambda loop, inputs: loop.each(loop.backward),
     ],
-    ids=["digest", "end_training", "another loop"],
+    ids=["digest", "save_model", "end_training", "another loop"],
 )
-def test_a_loop_that_is_left_in_the_middle_of_a_round_is_refused(then: Callable[[Loop, Any], Any]) -> None:
+def test_a_loop_that_is_left_in_the_middle_of_a_round_is_refused(
+    then: Callable[[Loop, Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     leave_after(2, then)
     for count in (1, 3):
         with pytest.raises(RuntimeError, match=f"left after {count} batches, in the middle of a round of 2 .*Subset"):

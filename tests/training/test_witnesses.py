@@ -56,7 +56,7 @@ class Flip:
     that is said."""
 
     def __init__(self, model: nn.Module, name: str, bit: int) -> None:
-        self.is_on, self.bit = False, bit
+        self.is_on, self.bit, self.parameters = False, bit, [*model.parameters()]
         dict(model.named_parameters())[name].register_hook(self)
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -73,6 +73,7 @@ def train(
     flips: Callable[[Any, int, int], bool] = lambda *_: False,
     state: tuple[str, int] | None = None,
     epochs: int = 3,
+    weighs: bool = False,
     **options: Any,
 ) -> Any:
     """Train; return the digest, the numbers of batches, and what is reported. `flips` says whether a bit of the
@@ -99,12 +100,12 @@ def train(
             share.update(scores, targets)
             gathered += accelerator.gather_for_metrics(targets).tolist()
             flip.is_on = flips(batches, accelerator.world.rank, taken)
-            accelerator.backward(loss)
-            before = accelerator.digest() if flip.is_on and accelerator.world.world_size == 1 else None
+            accelerator.backward(loss, weight=float(targets.sum()) if weighs else None)
+            before = [each.detach().clone() for each in flip.parameters]
             try:
                 optimizer.step()
             except CorruptedComputeError as error:
-                assert before in (None, accelerator.digest())
+                assert all(map(torch.equal, before, flip.parameters))
                 return error, taken
             optimizer.zero_grad()
             taken += accelerator.sync_gradients
@@ -122,6 +123,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "bf16"},
     "fp16": {"mixed_precision": "fp16"},
     "zero1": {"strategy": "zero1"},
+    "fsdp": {"strategy": "fsdp"},
+    "weights": {"weighs": True},
     "split_batches": {"split_batches": True, "loader": partial(DataLoader, batch_size=10)},
     "workers": {"loader": partial(DataLoader, batch_size=4, shuffle=True, num_workers=1)},
 }

@@ -34,11 +34,6 @@ def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
     step = steps.step
     if step.state == TAKEN or not step.visits:
         return None
-    if step.policy.parts:
-        raise CheckpointError(
-            f"save_state was called in the middle of a round of {step.policy.parts} virtual ranks; call it after "
-            "optimizer.step(), where accelerator.sync_gradients is true"
-        )
     if any(each.gradients.reduced_by is not None for each in engines):
         raise CheckpointError(
             "save_state was called between the last backward() of a step and optimizer.step(); call it after that"

@@ -35,6 +35,7 @@ from unisono.training.prepared.scaler import LossScaler
 from unisono.training.prepared.stepper import Taken
 from unisono.training.steps import Steps
 from unisono.training.strategies.states import model_state, on_host
+from unisono.training.strategies.virtual import check_between
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class PreparedStates:
         for stepper in self._prepared.steppers() if is_async else []:
             if self._saver.poll not in stepper.checks:  # the next step raises the error of a save that has failed
                 stepper.checks.append(self._saver.poll)
+        self.check_round("save_state")
         claims = claims_of(self._steps, self._prepared.engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared.engines())
@@ -112,6 +114,10 @@ class PreparedStates:
             resume_step(claims, restored.held, self._steps, self._prepared.engines())
         self._saver.say_resumed(restored.loaded, self._named_objects())
         return restored.loaded
+
+    def check_round(self, name: str) -> None:
+        """Refuse a call of that name in the middle of a round of virtual ranks, or after a loop that was left there."""
+        check_between(self._steps, name)
 
     def _bits(self) -> dict[str, Any]:
         """What the bits of a run with virtual ranks depend on; {} without them."""
@@ -254,6 +260,7 @@ class CheckpointMethods:
             OSError: the checkpoint cannot be written; what was there before is intact.
             CheckpointError: gradients are reduced, but no step has been taken with them yet; or an optimizer that has
                 stepped for a prepared model was neither prepared nor registered.
+            RuntimeError: it is called in the middle of a round of virtual ranks, or a loop was left there.
             TypeError: a state is not plain data.
         """
         with self.world.timeline.loop().named(SAVE), self.world.state.deliveries.evaluations.aside():
@@ -318,7 +325,9 @@ class CheckpointMethods:
             ImportError: safetensors is not installed.
             OSError: the file cannot be written; an existing one is as it was.
             CheckpointError: safetensors is asked for, and the state has more than tensors.
+            RuntimeError: it is called in the middle of a round of virtual ranks, or a loop was left there.
         """
+        self._states.check_round("save_model")
         self.world.comm.announce("save_model")
         meet(model)
         copy = on_host if self.world.rank == 0 else None

@@ -39,7 +39,7 @@ from unisono.loaders.sharding import (
     rounds,
 )
 from unisono.outcome import Outcome
-from unisono.randomness import drawing, seed_of
+from unisono.randomness import drawing, mixed, seed_of
 from unisono.tree import take, tree_map
 from unisono.virtual_ranks import WITNESS, Draw, VirtualRanks
 
@@ -163,7 +163,7 @@ def one_by_one(begun: Begun, rule: Rule, virtual: VirtualRanks, seed: int, reads
     before = begun.position
     for place in count():
         at = seed, begun.epoch, before["offset"]
-        with drawing(seed_of("read", *at)) if reads_here else nullcontext():
+        with drawing(mixed(seed_of("read", seed, begun.epoch), before["offset"])) if reads_here else nullcontext():
             pieces = next(begun.pieces, None)
         if pieces is None:
             return

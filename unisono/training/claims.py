@@ -52,7 +52,8 @@ _counted = lru_cache(Claim)  # a loop's batches have few sizes
 
 
 def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: World) -> Claim:
-    """What a pass claims. A small collective where the weight is given, or the samples are to be summed.
+    """What a pass claims. A small collective where the samples are to be summed, or the weight is given; with virtual
+    ranks it has itself as its part then, and the step divides by their sum (`Steps.given_total`).
 
     Args:
         batch: None for data of no loader, or of one that does not know the round: each rank's counts the same then.
@@ -60,14 +61,14 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
     """
     draw = None if batch is None else batch.draw
     size = world.comm.size if draw is None else draw.carried.count
-    if draw is not None and weight is not None:
-        raise ValueError("with virtual_ranks, what counts in a round is known when it is dealt: pass no weight=")
     if weight is None and batch is not None and batch.is_summed:
         batch.total = int(_sum_over_ranks([batch.samples], world)[0])
         batch.is_summed = False
     if weight is not None:
         given = checked_weight(weight)
         own = 0.0 if batch is not None and batch.is_repeated else given  # its rows count on another rank
+        if draw is not None:
+            return Claim(own, size, True)
         if size == 1:
             return Claim(own, own, True)
         total, whole = _sum_over_ranks([own, given], world)

@@ -26,6 +26,7 @@ from unisono.deliveries import Batch, Loop
 from unisono.training.parameter_names import parameters_of
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.sharded import is_distributed
 from unisono.world import World
 
 _CHUNK = 2**15  # words of 8 bytes: what is computed for them stays in a cache, and takes little memory
@@ -105,6 +106,8 @@ class Digests:
         self._step, self._of_gradients = step, None
         if step % self._every == 0 or self._is_last(self._steps.step.last):
             named = [(name, each.grad) for name, each in self._parameters(engines)]
+            if any(is_distributed(each) for _, each in named):
+                return  # rank zero has its shards
             self._of_gradients = [(name, digest_of(each)) for name, each in named if each is not None]
 
     def note_step(self, step: int, engines: Sequence[Engine]) -> None:

@@ -6,14 +6,16 @@ which claims fit together (docs/exactness.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
 import torch
 from torch.optim import Optimizer
 
+from unisono.comm.operations import HOST
 from unisono.deliveries import Batch
 from unisono.training.claims import Claim, Origin, check_counts, check_repeated, check_same, claim_of
-from unisono.training.machine import ELSEWHERE, UNITS, Machine, Misfit, Visit
+from unisono.training.machine import ELSEWHERE, UNITS, Machine, Misfit, Step, Visit
 from unisono.training.rules import Policy
 from unisono.virtual_ranks import VirtualRanks
 from unisono.world import World
@@ -31,6 +33,7 @@ class Steps(Machine):
         self.world, self.virtual = world, virtual
         self.parts = world.comm.size if virtual is None else virtual.count
         super().__init__(every if virtual is None else virtual.each, 0 if virtual is None else virtual.count)
+        self._total: tuple[Step | None, float] = None, 0.0
 
     def _check_microbatch(self, origin: Origin) -> None:
         """Check that it is known which microbatch a pass is of, and whether its loop ends."""
@@ -138,6 +141,27 @@ class Steps(Machine):
     def is_plain(self) -> bool:
         """Whether steps are those of a plain script: one rank and k = 1, so that nothing is reduced or scaled."""
         return self.parts == 1 and not self.step.policy.is_mean
+
+    def given_total(self) -> float | None:
+        """With virtual ranks, the sum of the weights that the user has given for the batches of this step, over all of
+        them, rounded once; None if there are none. A collective, once a step."""
+        step, virtual = self.step, self.virtual
+        given = [each for each in step.visits if each.claim.is_given and each.batch is not None]
+        if virtual is None or not given:
+            return None
+        if self._total[0] is not step:
+            draws = {each.batch.draw: each.claim.samples for each in given if each.batch and each.batch.draw}
+            by_rank = {draw.rank: samples for draw, samples in draws.items() if draw.counts}
+            carried = next(iter(draws)).carried
+            own = [by_rank.get(rank, 0.0) for rank in carried.own] + [0.0] * (carried.each - len(carried.own))
+            self.world.comm.announce("the weights of the batches of a step")
+            found = self.world.comm.all_gather(torch.tensor(own, dtype=torch.float64, device=HOST))
+            self._total = step, math.fsum(torch.cat(found).tolist())
+        return self._total[1]
+
+    def is_empty(self) -> bool:
+        """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
+        return self.step.is_empty() or self.given_total() == 0
 
     def factor(self) -> float:
         """As `Step.factor`, in this world."""

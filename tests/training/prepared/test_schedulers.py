@@ -171,6 +171,22 @@ def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: 
     assert found == [pytest.approx([plain[place] for place in counted[unit]], abs=1e-12)] * mode.ranks
 
 
+@pytest.mark.parametrize("unit", ["batch", "device_step"])
+def test_a_schedule_that_is_too_short_for_what_it_counts_says_so_and_ends_where_that_is_mended(unit: str) -> None:
+    def make(optimizer, loader):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(loader))
+
+    def fails():
+        with pytest.raises(ValueError, match="Tried to step") as raised:
+            rates_in(make, "later", schedule_unit=unit)
+        return raised.value.__notes__[0]
+
+    for note in Mode("threads", 2).run(fails):
+        assert note.startswith(f"with schedule_unit='{unit}' one step of these ranks counts as 2: build the OneCycleLR")
+    for mended in (lambda: rates_in(make, schedule_unit=unit), lambda: rates_in(make, "later", schedule_unit="step")):
+        assert Mode("threads", 2).run(mended)
+
+
 @MODES
 def test_microbatches_that_a_script_counts_itself_are_one_step_of_a_device(mode: Mode) -> None:
     def body() -> list[float]:

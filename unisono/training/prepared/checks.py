@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from unisono.arguments import check_choice, check_integer, check_type
 from unisono.backends import CPU, resolve_device
 from unisono.protocols import Backend, Feature
-from unisono.strategies import DDP, Choice
+from unisono.strategies import DDP, FSDP, Choice
 from unisono.torch_private import set_lru_cache
 from unisono.training.prepared.scheduler import Unit
 from unisono.training.strategies.strategy import Strategy
@@ -112,6 +112,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _is_plain(options: Choice) -> bool:
+    if isinstance(options, FSDP):
+        dtypes = options.param_dtype, options.reduce_dtype, options.output_dtype
+        return options.replicas == 1 and not options.offload and options.broadcast_buffers and not any(dtypes)
     return isinstance(options, DDP) and options.comm_hook is None and options.broadcast_buffers
 
 
@@ -125,10 +128,15 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
     every, reason = given["gradient_accumulation_steps"], world.backend.unsupported_reason("virtual_ranks")
     refused = {
         f"gradient_accumulation_steps={every}": (every != 1, f"pass virtual_ranks={count * every}"),
+        "balance=True and strategy='fsdp'": (
+            virtual_of(given["virtual_ranks"]).balance and isinstance(options, FSDP),
+            "its ranks gather parameters for each batch, and with balance they have different numbers of them",
+        ),
         "sync_batchnorm=True": (given["sync_batchnorm"], "each virtual rank has statistics of its own"),
         f"strategy={options.name!r}": (
             not _is_plain(options),
-            "pass 'ddp' or 'zero1', without comm_hook= or broadcast_buffers=",
+            "pass 'ddp' or 'zero1', without comm_hook= or broadcast_buffers=, or 'fsdp', without replicas=, offload=, "
+            "broadcast_buffers= and dtypes",
         ),
         f"{world.device}": (reason is not None, reason),
         "ranks that are threads": (world.world_size > 1 and not world.is_of_processes, "start processes (spawn)"),

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from unisono.outcome import add_note_once
 from unisono.torch_private import STEP_WRAPPED
 from unisono.training.prepared.stepper import Stepper
 
@@ -88,8 +89,17 @@ class PreparedScheduler:
         if has_metric:
             args, kwargs = (self._common_metric(*args, **kwargs),), {}
         units = 1 if loop is None else stepper.taken.since(before, unit or "step")
-        for _ in range(units):
-            self.scheduler.step(*args, **kwargs)
+        try:
+            for _ in range(units):
+                self.scheduler.step(*args, **kwargs)
+        except ValueError as error:
+            if units > 1:  # it was built from fewer steps than it counts
+                add_note_once(
+                    error,
+                    f"with schedule_unit={unit!r} one step of these ranks counts as {units}: build the {name} from the "
+                    "length of the loader before prepare(), or pass schedule_unit='step'",
+                )
+            raise
         self._epoch = self._last_epoch()
 
     def _common_metric(self, metrics: Any, epoch: Any = None) -> float:

@@ -184,7 +184,9 @@ class Stepper:
                 check()
             if closure is not None:
                 closure = self._reducing(closure)
-            elif self._steps.step.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
+            elif self._steps.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
+                for engine in self._engines:
+                    engine.skip_step(self.optimizer)
                 track.count("skipped steps")
                 self.was_skipped = True
                 return None

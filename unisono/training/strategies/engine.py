@@ -163,12 +163,7 @@ class Engine:
         if is_mean and held.step is not None and not held.is_current:
             # Gradients that the user has zeroed by hand are of no step.
             if held.is_own or holds_any(self.reduced(), self._world):
-                raise RuntimeError(
-                    f"the gradients of the {self.name} are of two steps: those of the first were not zeroed, or its "
-                    "optimizer was not asked to step when it was complete; call the step() of each optimizer on each "
-                    "microbatch, and zero_grad() after it, or use an Accelerator each; one that nobody steps takes "
-                    "requires_grad_(False)"
-                )
+                self.refuse_earlier()
         elif is_mean and reduced_by:
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
@@ -178,6 +173,14 @@ class Engine:
         held.note_pass()
         self.trainers.note_pass()
         self.prepare_reduction(reduces and not self.is_local)
+
+    def refuse_earlier(self) -> NoReturn:
+        """Raise the error for gradients of an earlier step."""
+        raise RuntimeError(
+            f"the gradients of the {self.name} are of two steps: those of the first were not zeroed, or its optimizer "
+            "was not asked to step when it was complete; call the step() of each optimizer on each microbatch, and "
+            "zero_grad() after it, or use an Accelerator each; one that nobody steps takes requires_grad_(False)"
+        )
 
     def note_other_pass(self) -> None:
         """Record a backward pass through the model that leaves nothing in `.grad`, such as `torch.autograd.grad`."""
@@ -287,6 +290,9 @@ class Engine:
         if held.step is not None and not has_stepped and not (held.known and held.is_changed()):
             return False
         return any(each.grad is not None for each in self.members.trained())
+
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """Called in place of a step in which nothing counts. May be a collective."""
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""

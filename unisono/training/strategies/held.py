@@ -6,7 +6,7 @@ not, left by passes or assigned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
@@ -33,7 +33,8 @@ class Members:
     def parameters(self) -> list[nn.Parameter]:
         """Each once, without the tensors that `torch.func.functional_call` puts in their places."""
         self._look()
-        found = [each for each in _values(self._tables[1]) if isinstance(each, nn.Parameter)]
+        # A Parameter's class asks a metaclass about everything else: a bias of None costs a microsecond.
+        found = [each for each in _values(self._tables[1]) if each is not None and isinstance(each, nn.Parameter)]
         return list(dict(zip(map(id, found), found, strict=True)).values())  # hashing a tensor costs a Python call
 
     def trained(self) -> list[torch.Tensor]:
@@ -88,6 +89,7 @@ class HeldGradients(Held):
     Attributes:
         known: of each trained parameter, by its id, the gradient that passes have left, and torch's count of writes to
             it; None if torch.autograd.grad was not asked for others since the last step.
+        looks_at: returns the gradients of trained parameters, after their ids.
     """
 
     def __init__(self, members: Members, steps: Steps) -> None:
@@ -96,6 +98,7 @@ class HeldGradients(Held):
         self._members, self._steps = members, steps
         self._noticed = 0  # the number of arrivals up to the last reduction
         self.known: dict[int, tuple[torch.Tensor | None, int]] | None = None
+        self.looks_at: Callable[[], list[tuple[int, torch.Tensor | None]]] = self._trained
 
     @property
     def is_own(self) -> bool:
@@ -131,8 +134,11 @@ class HeldGradients(Held):
             self.known = self._look()
 
     def _look(self) -> dict[int, tuple[torch.Tensor | None, int]]:
-        found = {id(each): each.grad for each in self._members.trained()}  # hashing a tensor costs a Python call
-        return {each: (grad, -1 if grad is None else getattr(grad, VERSION)) for each, grad in found.items()}
+        found = self.looks_at()  # by ids, since hashing a tensor costs a Python call
+        return {each: (grad, -1 if grad is None else getattr(grad, VERSION)) for each, grad in found}
+
+    def _trained(self) -> list[tuple[int, torch.Tensor | None]]:
+        return [(id(each), each.grad) for each in self._members.trained()]
 
     def is_changed(self) -> bool:
         """Whether gradients were assigned in place of those that backward passes have left, or added to them."""

@@ -171,6 +171,12 @@ def any_whole_gradient(parameters: Sequence[torch.Tensor]) -> bool:
     return list(map(_GRAD.__get__, parameters)).count(None) < len(parameters)
 
 
+def whole_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What backward passes have left at a whole parameter."""
+    found: torch.Tensor | None = _GRAD.__get__(parameter)
+    return found
+
+
 def drop_whole_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Drop what earlier backward passes have left at whole parameters; the sharded ones keep theirs."""
     for each in parameters:
@@ -232,6 +238,12 @@ def holds_any(parameters: Sequence[torch.Tensor], world: World) -> bool:
     held = [each.grad for each in parameters if each.grad is not None]
     held = [each.to_local() if is_distributed(each) else values_of(each) for each in held]
     return bool(world.comm.all_reduce(torch.tensor(any(map(torch.any, held)), device=HOST), "max"))
+
+
+def gathered(tensor: Any) -> torch.Tensor:
+    """The whole of a tensor that may be divided among the ranks. A collective then."""
+    whole: torch.Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
+    return whole
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
@@ -342,12 +354,17 @@ def clip_grad_norm(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if is_distributed(gradient)]
     whole = [gradient for gradient in gradients if not is_distributed(gradient)]
-    # Norms are gathered instead of summing powers: no overflow, NaN stays NaN, and every norm type is correct.
-    of_whole = _norm([values_of(gradient) for gradient in whole], norm_type, world)
-    norms = world.comm.all_gather(_norm(shards, norm_type, world))
-    sharing = max((each.device_mesh.size(-1) for each in gradients if is_distributed(each)), default=0)
-    norms = [*norms[:sharing], of_whole]  # the norms of one replica: all replicas have the same shards
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: torch.Tensor
+    if world.state.seeds_batches:  # in an order that does not depend on the ranks, as torch adds them on one
+        of_each = [torch.linalg.vector_norm(gathered(each), norm_type) for each in gradients]
+        total = torch.linalg.vector_norm(torch.stack(of_each), norm_type)
+    else:
+        # Norms are gathered instead of summing powers: no overflow, NaN stays NaN, and every norm type is correct.
+        of_whole = _norm([values_of(gradient) for gradient in whole], norm_type, world)
+        norms = world.comm.all_gather(_norm(shards, norm_type, world))
+        sharing = max((each.device_mesh.size(-1) for each in gradients if is_distributed(each)), default=0)
+        norms = [*norms[:sharing], of_whole]  # the norms of one replica: all replicas have the same shards
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; find "

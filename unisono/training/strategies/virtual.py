@@ -19,10 +19,13 @@ from torch.optim import Optimizer
 
 from unisono.backends.seeding import seed_beside
 from unisono.deliveries import Batch, Loop
+from unisono.strategies import FSDP
 from unisono.torch_private import VERSION
 from unisono.training.gradients import buckets
 from unisono.training.machine import Step, Visit
 from unisono.training.parameter_names import parameters_of
+from unisono.training.rules import TAKEN
+from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.strategy import Strategy
@@ -36,16 +39,21 @@ class VirtualEngine(Engine):
     """Runs a module for several virtual ranks, one after another."""
 
     def __init__(self, module: nn.Module, world: World, steps: Any, virtual: VirtualRanks) -> None:
-        super().__init__(module, world, steps, shares_buffers=False)
+        self._run_with(module, world, steps)
         self._virtual = virtual  # as the ranks have carried them in the last step
         # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
-        self._versions: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
+        self._first_writes: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
         # Of each optimizer: the step that it was asked for, the turns of the batches for which, and their gradients.
         self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[Tensors]]] = WeakKeyDictionary()
         self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
+        self._unzeroed = set[int]()  # the ids of parameters whose gradients of an earlier step `zero_grad` has to drop
         self._buffers = VirtualBuffers(self.name, self.members)
         self._witnesses = Witnesses(module, world)
+
+    def _run_with(self, module: nn.Module, world: World, steps: Any) -> None:
+        """Initialize what runs the module."""
+        Engine.__init__(self, module, world, steps, shares_buffers=False)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         is_recorded = torch.is_grad_enabled()
@@ -70,10 +78,10 @@ class VirtualEngine(Engine):
                 f"a forward pass of the {self.name} is on a batch that is not the one that its loop has drawn last: "
                 "with virtual_ranks random numbers are those of the latter; draw each batch where it is used"
             )
-        step, version = self._steps.step, sum(map(attrgetter(VERSION), self.members.parameters()))
-        round_, first = self._versions.setdefault(batch.loop, (draw.round, version))
+        step, version = self._steps.step, self.count_writes()
+        round_, first = self._first_writes.setdefault(batch.loop, (draw.round, version))
         if round_ != draw.round:
-            self._versions[batch.loop] = draw.round, version
+            self._first_writes[batch.loop] = draw.round, version
         optimizers = [each for each in self.trainers.optimizers() if self._asked.get(each) is step]
         asked = any(draw.turn in self._sums[each][0] for each in optimizers)
         if (round_ == draw.round and first != version) or (is_recorded and asked and step.last is batch):
@@ -83,6 +91,25 @@ class VirtualEngine(Engine):
                 "batch before the first step() of its optimizers, and change parameters by hand where "
                 "accelerator.sync_gradients is true"
             )
+
+    def count_writes(self) -> int:
+        """How often the parameters were written to."""
+        return sum(map(attrgetter(VERSION), self.members.parameters()))
+
+    def trained_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The parameters of an optimizer that are trained, or hold gradients, where passes leave these."""
+        own = set(map(id, parameters_of(optimizer)))
+        return [each for each in self.with_gradients() if id(each) in own]
+
+    def take_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """What passes have left at one of `trained_by`, which has none then."""
+        taken, parameter.grad = parameter.grad, None
+        return taken
+
+    def give_gradient(self, parameter: torch.Tensor, total: torch.Tensor, factor: float, out: Any) -> None:
+        """Let the optimizer find factor times total, in the memory of `out` if that is given."""
+        # No view, which would keep the memory of the whole bucket.
+        parameter.grad = torch.mul(total, factor, out=out)
 
     def _check_buffers(self, batch: Batch) -> None:
         if batch.loop.is_evaluation or not self.trainers.optimizers():
@@ -94,6 +121,14 @@ class VirtualEngine(Engine):
 
     def after_step(self, optimizer: Optimizer) -> None:
         super().after_step(optimizer)
+        self._share_buffers()
+
+    def skip_step(self, optimizer: Optimizer) -> None:
+        for table in (self._asked, self._sums):
+            table.pop(optimizer, None)
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
         if self._buffers.have_begun:
             if self._buffers.means is None:  # there was a forward pass after the reduction
                 sums = self._buffers.sums(self._virtual)
@@ -134,8 +169,26 @@ class VirtualEngine(Engine):
                 f"a backward pass through the {self.name} came after its gradients were reduced, as for clipping, and "
                 "before optimizer.step(): with virtual_ranks they cannot be added any more; clip after the last pass"
             )
+        if self.gradients.step is not None and not self.gradients.is_current:
+            self._drop_earlier()
         self.gradients.note_others()  # to find what is changed by hand
         super().begin_pass(False, visit)
+
+    def _drop_earlier(self) -> None:
+        """Drop the gradients of the step before, to which a pass of one virtual rank would add. They must be zeroed
+        before an optimizer steps on them, as in a GAN whose generator comes first."""
+        for each in self.with_gradients():
+            if each.grad is not None:
+                self._unzeroed.add(id(each))
+                each.grad = None
+        self.gradients.note_zeros()
+
+    def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
+        self._unzeroed -= self._unzeroed if optimizer is None else set(map(id, parameters_of(optimizer)))
+        if optimizer is not None and self._reduced.pop(optimizer, False):  # the step is left out, as for a norm of NaN
+            self._share_buffers()
+            self._steps.take_step(optimizer)
+        return super().note_zeros(optimizer)
 
     def _has_left(self, visit: Visit) -> bool:
         """Whether a loop of this step, before that of the visit, was left in the middle of its round."""
@@ -148,11 +201,12 @@ class VirtualEngine(Engine):
     def set_aside(self, optimizer: Optimizer) -> None:
         """Move the gradients of a virtual rank to what that optimizer is to step on, when all have had their turns."""
         own = set(map(id, parameters_of(optimizer)))
+        if not self._unzeroed.isdisjoint(own):
+            self.refuse_earlier()
         taken: Tensors = {}
-        for each in self.members.with_gradients():
-            if id(each) in own and each.grad is not None:
-                taken[each] = each.grad.to_dense() if each.grad.layout is not torch.strided else each.grad
-                each.grad = None
+        for each in self.trained_by(optimizer):
+            if (gradient := self.take_gradient(each)) is not None:
+                taken[each] = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         step = self._steps.step
         draw = step.visits[-1].batch.draw if step.visits and step.visits[-1].batch is not None else None
         if draw is None:
@@ -169,7 +223,7 @@ class VirtualEngine(Engine):
             )
         turns.add(draw.turn)
         if draw.is_compared:
-            self._witnesses.note(optimizer, draw, taken)
+            self._witnesses.note(optimizer, draw, self.trained_by(optimizer), taken)
         if draw.counts:
             tree.put(draw.rank, taken)
         self.gradients.look_again()
@@ -197,9 +251,9 @@ class VirtualEngine(Engine):
         self._virtual = last.draw.carried
         if len(turns - {WITNESS}) < self._virtual.turns:
             self._refuse_asked(optimizer, len(turns - {WITNESS}))
-        own = set(map(id, parameters_of(optimizer)))
-        parameters = [each for each in self.with_gradients() if id(each) in own]
-        self.agreement.check(self._trained)
+        parameters = self.trained_by(optimizer)
+        if not self.gathers:  # shards differ
+            self.agreement.check(self._trained)
         world.comm.announce(f"the gradients of {self.agreement.place()}")
         if WITNESS in turns:
             self._witnesses.compare(optimizer, self._steps.step.number)
@@ -215,12 +269,12 @@ class VirtualEngine(Engine):
                 sums[node].update(values)
                 buffers, self._buffers.means = list(values), means
         present, averaged, (known, *_) = set[int](), set(map(id, buffers)), tree.sums.values()
+        factor = 1 / (self._steps.given_total() or self._virtual.count)
         for each, total in self._fold([notes, *parameters, *buffers], sums):
             if each is notes:
                 present = {id(one) for one, count in zip(parameters, total.tolist(), strict=True) if count}
             elif id(each) in present:
-                # No view, which would keep the memory of the whole bucket.
-                each.grad = torch.div(total, self._virtual.count, out=known.get(each))
+                self.give_gradient(each, total, factor, known.get(each))
             elif id(each) in averaged:
                 means[each] = total / self._virtual.count
         self._reduced[optimizer] = True
@@ -311,6 +365,19 @@ def check_left(world: World, virtual: VirtualRanks, current: Loop | None = None)
             )
 
 
+def check_between(steps: Steps, name: str) -> None:
+    """Refuse the call of that name in the middle of a round of virtual ranks, if there are any, and after a loop that
+    was left there: another number of ranks would be elsewhere, and buffers are those of one virtual rank."""
+    if steps.virtual is None:
+        return
+    check_left(steps.world, steps.virtual)
+    if steps.step.state != TAKEN and steps.step.visits:
+        raise RuntimeError(
+            f"{name} was called in the middle of a round of {steps.virtual.count} virtual ranks; call it after "
+            "optimizer.step(), where accelerator.sync_gradients is true"
+        )
+
+
 def _add(one: Tensors, other: Tensors) -> Tensors:
     """The sums; what one of them lacks is a zero, as it is in a bucket of several ranks."""
     for each, value in other.items():
@@ -343,6 +410,15 @@ class VirtualStrategy(Strategy):
         self._other.check(each)
         if isinstance(each, torch.optim.SparseAdam):
             raise ValueError("virtual_ranks add gradients as dense ones, which SparseAdam refuses; use Adam or SGD")
+        if (
+            isinstance(self.options, FSDP)
+            and isinstance(each, Optimizer)
+            and any(group.get("fused") for group in each.param_groups)
+        ):
+            raise ValueError(
+                f"the {type(each).__name__} has fused=True, whose kernel rounds the last numbers of a shard "
+                "differently: with virtual_ranks and strategy='fsdp', pass fused=False"
+            )
         if isinstance(each, nn.Module) and any(isinstance(part, nn.SyncBatchNorm) for part in each.modules()):
             raise ValueError(
                 f"the {type(each).__name__} has a SyncBatchNorm, and with virtual_ranks each one has statistics of its "
@@ -355,4 +431,8 @@ class VirtualStrategy(Strategy):
             )
 
     def engine_of(self, module: nn.Module) -> Engine:
-        return VirtualEngine(module, self.world, self.steps, self._virtual)
+        if self._other.name != "fsdp":
+            return VirtualEngine(module, self.world, self.steps, self._virtual)
+        from unisono.training.strategies.virtual_fsdp import VirtualFSDPEngine  # which imports FSDP2
+
+        return VirtualFSDPEngine(module, self.world, self.steps, self._virtual, self.options)

@@ -10,6 +10,7 @@ computes wrong, and reports no error (Dixit et al., "Silent Data Corruptions at 
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,7 +21,6 @@ from torch.optim import Optimizer
 
 from unisono.errors import CorruptedComputeError
 from unisono.training.digests import digest_of
-from unisono.training.parameter_names import parameters_of
 from unisono.training.strategies.virtual_buffers import Tensors
 from unisono.virtual_ranks import WITNESS, Draw
 from unisono.world import World
@@ -36,12 +36,14 @@ class Witnesses:
     def forget(self) -> None:
         """No step has begun."""
         # Of each optimizer: the digests of this rank's own batch, and of the one whose witness it is.
+        self._names: WeakKeyDictionary[Optimizer, list[str]] = WeakKeyDictionary()
         self._noted: WeakKeyDictionary[Optimizer, dict[bool, tuple[Draw, torch.Tensor]]] = WeakKeyDictionary()
 
-    def note(self, optimizer: Optimizer, draw: Draw, gradients: Tensors) -> None:
-        """An optimizer was asked to step on a batch that two ranks compute, with these gradients."""
+    def note(self, optimizer: Optimizer, draw: Draw, parameters: Sequence[torch.Tensor], gradients: Tensors) -> None:
+        """An optimizer was asked to step on a batch that two ranks compute, with gradients of these parameters."""
         zero = torch.zeros((), dtype=torch.int64, device=self._world.device)
-        found = [digest_of(gradients[each]) if each in gradients else zero for each in self._named(optimizer).values()]
+        found = [digest_of(gradients[each]) if each in gradients else zero for each in parameters]
+        self._names[optimizer] = self._names_of(parameters)
         self._noted.setdefault(optimizer, {})[draw.turn == WITNESS] = draw, torch.stack(found)
 
     def compare(self, optimizer: Optimizer, step: int) -> None:
@@ -61,16 +63,16 @@ class Witnesses:
             f"{world.device} of {platform.node()}, {world.backend.device_name(world.device)}"
         )
         found = sorted(
-            _Difference(rank, carrier, witness, [*compress(self._named(optimizer), differ[carrier])])
+            _Difference(rank, carrier, witness, [*compress(self._names[optimizer], differ[carrier])])
             for carrier, (rank, witness) in enumerate(pairs)
             if any(differ[carrier])
         )
         where = f"step {step} (epoch {draw.epoch}, samples from {draw.sample} on)"
         raise CorruptedComputeError(_describe(where, found, devices), step, *found[0][:3], found[0].names[0])
 
-    def _named(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        own = set(map(id, parameters_of(optimizer)))
-        return {name: each for name, each in self._module.named_parameters() if id(each) in own}
+    def _names_of(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        known = {id(each): name for name, each in self._module.named_parameters()}
+        return [known[id(getattr(each, "sharded", each))] for each in parameters]  # FSDP2's name their shards
 
 
 class _Difference(NamedTuple):
