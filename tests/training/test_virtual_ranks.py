@@ -56,10 +56,10 @@ def pairs(table: tuple[tuple[int, ...], ...]) -> Any:
         for rank in each.own:
             tree.put(rank, rank)
         sums.append(tree.sums)
-    width = max(len(sums_of(each)) for each in worlds)
+    width = max(len(sums_of(each.own, count)) for each in worlds)
 
     def gather(_: list[Any]) -> list[list[Any]]:
-        padded = [[found[node] for node in sums_of(each)] for each, found in zip(worlds, sums, strict=True)]
+        padded = [[found[node] for node in sums_of(each.own, count)] for each, found in zip(worlds, sums, strict=True)]
         return [each + each[:1] * (width - len(each)) for each in padded]
 
     return fold_over_ranks(worlds[0], sums[0], gather, lambda one, other: (one, other))
@@ -80,7 +80,7 @@ def test_the_additions_depend_on_the_number_of_virtual_ranks_alone(data: st.Data
 
 @pytest.mark.parametrize(("count", "ranks", "sums"), [(8, 1, 1), (8, 2, 1), (8, 4, 1), (8, 8, 1), (6, 2, 1), (8, 3, 3)])
 def test_a_rank_has_one_sum_where_it_carries_a_whole_subtree(count: int, ranks: int, sums: int) -> None:
-    assert len(sums_of(VirtualRanks.carried_by(0, ranks, Virtual(count)))) == sums
+    assert len(sums_of(VirtualRanks.carried_by(0, ranks, count).own, count)) == sums
 
 
 # Training.
