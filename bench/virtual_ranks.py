@@ -1,7 +1,7 @@
 """What virtual ranks cost on CPUs, by the time of an epoch: as many as ranks, against none; and four on each of two
 ranks, against the accumulation of four microbatches; and what digests cost in a run that is recorded, and witnesses.
-And the time with balance, of ranks whose devices take 5 and 15 ms longer for a batch, against that of the ideal split,
-and of the equal one.
+And the time with balance, of ranks whose devices take 20 and 60 ms longer for a batch, against that of the ideal
+split, and of the equal one.
 
     python bench/virtual_ranks.py
 """
@@ -26,7 +26,7 @@ from unisono.virtual_ranks import rebalanced
 
 DEVICES = ("cpu",)
 RANKS, BATCH, DIGESTED = 2, 32, 250
-PAUSES = (0.005, 0.015)
+PAUSES = (0.02, 0.06)
 
 
 def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
@@ -102,7 +102,7 @@ def main() -> None:
         runs = {name: partial(plain, virtual_ranks=each) for name, each in virtual.items()}
         last = [*virtual][-1]
         show(f"witnesses, {kind}", interleave(runs, given.blocks), [(each, last) for each in virtual if each != last])
-        slowed = partial(cost, kind, DIGESTED, pauses=PAUSES, virtual_ranks=Virtual(4 * RANKS, balance=True))
+        slowed = partial(cost, kind, 100, pauses=PAUSES, virtual_ranks=Virtual(4 * RANKS, balance=True))
         runs = {
             "balance": slowed,
             "equal": partial(slowed, virtual_ranks=4 * RANKS),
