@@ -1,5 +1,7 @@
 """What virtual ranks cost on CPUs, by the time of an epoch: as many as ranks, against none; and four on each of two
-ranks, against the accumulation of four microbatches; and what digests cost in a run that is recorded.
+ranks, against the accumulation of four microbatches; and what digests cost in a run that is recorded, and witnesses.
+And the time with balance, of ranks whose devices take 20 and 60 ms longer for a batch, against that of the ideal
+split, and of the equal one.
 
     python bench/virtual_ranks.py
 """
@@ -7,6 +9,7 @@ ranks, against the accumulation of four microbatches; and what digests cost in a
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,10 +20,13 @@ from blocks import interleave, options, show
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, Output, spawn
+from unisono import Accelerator, Output, Virtual, spawn
+from unisono.loaders import balance
+from unisono.virtual_ranks import rebalanced
 
 DEVICES = ("cpu",)
 RANKS, BATCH, DIGESTED = 2, 32, 250
+PAUSES = (0.02, 0.06)
 
 
 def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
@@ -39,9 +45,17 @@ def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), (3, 32, 32)
 
 
-def train(rank: int, kind: str, batches: int, **given: Any) -> float:
-    """Seconds of an epoch of so many batches on each rank, the second one."""
+def train(rank: int, kind: str, batches: int, pauses: Sequence[float] = (), ideal: bool = False, **given: Any) -> float:
+    """Seconds of an epoch of so many batches on each rank, the second one.
+
+    Args:
+        pauses: of each rank, seconds by which a batch takes longer: a wait, since the processor has other work.
+        ideal: whether the ranks know that.
+    """
     torch.set_num_threads(1)
+    if ideal:
+        balance.rebalanced = lambda virtual, _: rebalanced(virtual, pauses)  # type: ignore[assignment,attr-defined]
+        balance.ROUNDS = 1
     accelerator = Accelerator(seed=0, **given)
     model, shape = network(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -52,6 +66,8 @@ def train(rank: int, kind: str, batches: int, **given: Any) -> float:
         began = time.perf_counter()
         for inputs, targets in loader:
             accelerator.backward(F.cross_entropy(model(inputs), targets))
+            if pauses:
+                time.sleep(pauses[rank])
             optimizer.step()
             optimizer.zero_grad()
     return time.perf_counter() - began
@@ -81,6 +97,22 @@ def main() -> None:
             digested = partial(cost, kind, DIGESTED, directory, virtual_ranks=RANKS)
             runs = {"digests": digested, "no digests": partial(digested, digest_every=0)}
             show(f"digests of each 100th step and the last of {DIGESTED}, {kind}", interleave(runs, given.blocks))
+        plain = partial(cost, kind, DIGESTED)
+        virtual = {f"witness_every={every}": Virtual(RANKS, witness_every=every or None) for every in (100, 10, 0)}
+        runs = {name: partial(plain, virtual_ranks=each) for name, each in virtual.items()}
+        last = [*virtual][-1]
+        show(f"witnesses, {kind}", interleave(runs, given.blocks), [(each, last) for each in virtual if each != last])
+        slowed = partial(cost, kind, 100, pauses=PAUSES, virtual_ranks=Virtual(4 * RANKS, balance=True))
+        runs = {
+            "balance": slowed,
+            "equal": partial(slowed, virtual_ranks=4 * RANKS),
+            "ideal": partial(slowed, ideal=True),
+        }
+        show(
+            f"batches that take {PAUSES} s longer, {kind}",
+            interleave(runs, given.blocks),
+            [("balance", "ideal"), ("balance", "equal")],
+        )
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ class _Loop:
 class Page:
     """Sections 1 and 2 of docs/exactness.md.
 
-    A batch has a `loop`, which has `is_open`; a `number` in it; and `is_last()`. An optimizer has `asked`, the time of
-    its last request; `passed`, that of the last pass through its model; and `is_reduced`.
+    A batch has a `loop`, which has `is_open`; a `number` in it; `is_last()`; and `ends_round`, with parts. An optimizer
+    has `asked`, the time of its last request; `passed`, that of the last pass through its model; and `is_reduced`.
     """
 
     def __init__(self, k: float, ranks: int, parts: int = 0) -> None:
@@ -95,7 +95,8 @@ class Page:
             return visit
         is_new = batch is not None and batch.number > self.seen.get(batch.loop, 0)
         ends = self.k != math.inf and not self.parts and batch is not None and is_new and batch.is_last()
-        if self.k == 1 or ends or len({each.microbatch for each in self.visits}) >= self.k:
+        is_full = len({each.microbatch for each in self.visits}) >= self.k
+        if batch.ends_round if self.parts and batch is not None else self.k == 1 or ends or is_full:
             self.state = "taken" if self.state == "taken" else "final"
         if batch is not None:
             self.seen[batch.loop] = max(batch.number, self.seen.get(batch.loop, 0))

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from unisono.training.optimizer import optimizer_step as optimizer_step
     from unisono.training.out_of_memory import find_executable_batch_size as find_executable_batch_size
     from unisono.training.stopping import should_stop as should_stop
+    from unisono.virtual_ranks import Virtual as Virtual
     from unisono.world import World as World
     from unisono.world import current_world as current_world
     from unisono.world import use_world as use_world
@@ -99,6 +100,7 @@ _HOMES = {
     "unisono.report.phases": ["phase"],
     "unisono.report.summary": ["Report", "gather_report"],
     "unisono.tracking.tracker": ["Tracker"],
+    "unisono.virtual_ranks": ["Virtual"],
     "unisono.world": ["World", "current_world", "use_world"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -55,6 +55,7 @@ from unisono.training.steps import Steps
 from unisono.training.strategies.sharded import gathered
 from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
+from unisono.virtual_ranks import Virtual, virtual_of
 from unisono.world import World, current_world
 
 
@@ -88,7 +89,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
             first `prepare` with a model, each rank's generators continue from a seed of their own.
         virtual_ranks: compute what so many devices would compute, with the same bits on any number of ranks up to it
-            (docs/virtual_ranks.md). None: each rank is one.
+            (docs/virtual_ranks.md). `Virtual(8, witness_every=100)` also looks for devices that compute wrong. None:
+            each rank is one.
         digest_every: with virtual ranks, in a run that is recorded: how many steps of an optimizer lie between two with
             digests, by which `unisono compare` finds where two runs differ. The last step of an epoch has them, too.
             0: none has.
@@ -129,7 +131,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         compile: bool | Mapping[str, Any] = False,
         seed: int | None = None,
         *,
-        virtual_ranks: int | None = None,
+        virtual_ranks: int | Virtual | None = None,
         digest_every: int = 100,
         cpu: bool = False,
         device_placement: bool = True,
@@ -154,7 +156,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         if virtual is not None:
             self.world.backend.repeat_kernels()
             self.world.state.deliveries.settle()
-            record_settings(self.world, given)
+            record_settings(self.world, {**given, "virtual_ranks": virtual.count})
         self.device = self.world.device
         self.scaler = None
         if mixed_precision == "fp16":
@@ -533,9 +535,10 @@ def _joined_world(family: str | None) -> World:
     return join_world(backend=family)
 
 
-def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, count: int | None, loader: Any) -> Any:
+def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, virtual: Any, loader: Any) -> Any:
     """The loader of this rank; those of this package stay what they are."""
     if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
+        count = None if virtual is None else virtual_of(virtual).count
         if loader.num_virtual != count:
             raise ValueError(
                 f"the {type(loader).__name__} was made with virtual_ranks={loader.num_virtual}, and the Accelerator "
@@ -544,5 +547,5 @@ def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, 
         return loader
     device = None if moves else torch.get_default_device()
     return DeviceLoader(
-        loader, device, split="global" if splits else "rank", seed=seed, virtual_ranks=count, world=world
+        loader, device, split="global" if splits else "rank", seed=seed, virtual_ranks=virtual, world=world
     )

@@ -22,7 +22,7 @@ from unisono.evaluations import Evaluations
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
 from unisono.tree import tensors
-from unisono.virtual_ranks import Draw
+from unisono.virtual_ranks import WITNESS, Draw
 
 REMEMBERED = 8  # loops that have ended
 _KEPT = 4096  # batches in the same memory
@@ -70,7 +70,17 @@ class Batch:
     @property
     def is_repeated(self) -> bool:
         """Whether it only repeats rows of others, or has none: then it weighs 0, whatever its loss is the mean over."""
-        return not self.samples
+        return not self.weight
+
+    @property
+    def weight(self) -> int:
+        """The number of samples by which a loss of it counts: that of a witness is computed as where it counts."""
+        return self.samples if self.draw is None or self.draw.turn != WITNESS else self.draw.weight
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether it is the last one that the rank has of a round; always without virtual ranks."""
+        return self.draw is None or self.draw.ends_round
 
     def samples_of_epoch(self) -> range:
         """The numbers of samples that an epoch may have, if its last batch alone is smaller; none if it is unknown."""

@@ -7,6 +7,7 @@ The type says who is to blame::
     ├── BrokenWorldError          a peer failed or left; __cause__ is the first cause if it is known
     ├── CollectiveMismatchError   two ranks called different collectives
     ├── ReplicasDifferError       the ranks no longer hold the same model
+    ├── CorruptedComputeError     two ranks have computed different gradients of one virtual rank
     ├── MixedPlacementError       an operation under `strict` mixes devices or precisions
     ├── ClosedError               you closed it
     ├── BusyError                 it is in use by another thread
@@ -74,6 +75,22 @@ class ReplicasDifferError(UnisonoError):
         super().__init__(message, name, ranks)
         self.name = name
         self.ranks = ranks
+
+
+class CorruptedComputeError(UnisonoError):
+    """Two ranks have computed the gradient of one virtual rank, with different bits. No optimizer has stepped on it.
+
+    Attributes:
+        step: the number of the step, in this run.
+        virtual_rank: the first one whose gradients differ.
+        rank, witness: the rank that carries it, and the one that has computed it, too.
+        name: the first of its parameters whose gradient differs.
+    """
+
+    def __init__(self, message: str, step: int, virtual_rank: int, rank: int, witness: int, name: str) -> None:
+        super().__init__(message, step, virtual_rank, rank, witness, name)
+        self.step, self.virtual_rank, self.name = step, virtual_rank, name
+        self.rank, self.witness = rank, witness
 
 
 class MixedPlacementError(UnisonoError):

@@ -22,6 +22,7 @@ import unisono
 GROUPS: dict[str, list[str]] = {
     "Training": [
         "Accelerator",
+        "Virtual",
         "find_executable_batch_size",
         "should_stop",
         "backward",

@@ -43,9 +43,10 @@ class Loop:
 
 
 class Batch:
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, each: float) -> None:
         loop.number += 1
         self.loop, self.number = loop, loop.number
+        self.ends_round = loop.number % each == 0
         self.total = loop.tail if self.is_last() else loop.size
 
     def is_last(self) -> bool:
@@ -113,7 +114,7 @@ class Script:
         if loop.number == loop.length:
             loop.is_open, self.loops[place] = False, None
             return f"end {place}"
-        self.batches.append(Batch(loop))
+        self.batches.append(Batch(loop, self.k))
         return f"draw {place}"
 
     def leave(self) -> str:
@@ -248,8 +249,10 @@ MUTANTS = [
 ]  # fmt: skip
 OF_RULES = [
     ("step.count + more >= self.every", "step.count + more > self.every"),
-    ("or (not self.parts and machine.ends_loop(batch))", ""),
-    ("or (not self.parts and machine.ends_loop(batch))", "or machine.ends_loop(batch)"),
+    ("or machine.ends_loop(batch)", ""),
+    ("if self.parts and batch is not None:", "if False:"),
+    ("if self.parts and batch is not None:", "if self.parts:"),
+    ("return batch.ends_round", "return True"),
     ("return bool(loops) and not any", "return not any"),
     ("not any(each.is_open for each in loops)", "not all(each.is_open for each in loops)"),
     ("and all(before > each.began for each in last)", ""),

@@ -22,7 +22,7 @@ from modes import Mode
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from unisono import Accelerator, Accuracy, DeviceLoader, Mean
+from unisono import Accelerator, Accuracy, DeviceLoader, Mean, Virtual
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import WorkerDiedError
 from unisono.strategies import FSDP
@@ -46,36 +46,41 @@ def on(ranks: int, body: Callable[[], Any]) -> Any:
 # The tree.
 
 
-def pairs(count: int, ranks: int) -> Any:
-    """The additions over so many virtual ranks, as nested pairs, on so many ranks."""
-    worlds = [VirtualRanks.carried_by(rank, ranks, count) for rank in range(ranks)]
+def pairs(table: tuple[tuple[int, ...], ...]) -> Any:
+    """The additions over virtual ranks that are carried so, as nested pairs."""
+    worlds = [VirtualRanks(rank, table) for rank in range(len(table))]
+    count = worlds[0].count
     sums: list[dict[Any, Any]] = []
     for each in worlds:
         tree: Tree[Any] = Tree(count, lambda one, other: (one, other))
         for rank in each.own:
             tree.put(rank, rank)
         sums.append(tree.sums)
-    width = max(len(sums_of(each)) for each in worlds)
+    width = max(len(sums_of(each.own, count)) for each in worlds)
 
     def gather(_: list[Any]) -> list[list[Any]]:
-        padded = [[found[node] for node in sums_of(each)] for each, found in zip(worlds, sums, strict=True)]
+        padded = [[found[node] for node in sums_of(each.own, count)] for each, found in zip(worlds, sums, strict=True)]
         return [each + each[:1] * (width - len(each)) for each in padded]
 
-    return fold_over_ranks(worlds[0], ranks, sums[0], gather, lambda one, other: (one, other))
+    return fold_over_ranks(worlds[0], sums[0], gather, lambda one, other: (one, other))
 
 
 @hypothesis.given(st.data())
 def test_the_additions_depend_on_the_number_of_virtual_ranks_alone(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 40))
     ranks = data.draw(st.integers(1, count))
-    assert pairs(count, ranks) == pairs(count, 1)
+    alone = pairs((tuple(range(count)),))
+    assert pairs(VirtualRanks.carried_by(0, ranks, Virtual(count)).table) == alone
+    carriers = data.draw(st.permutations([*range(ranks), *data.draw(st.lists(st.integers(0, ranks - 1)))][:count]))
+    carriers += [0] * (count - len(carriers))
+    assert pairs(tuple(tuple(v for v in range(count) if carriers[v] == rank) for rank in range(ranks))) == alone
     if count == 4:
-        assert pairs(count, ranks) == ((0, 2), (1, 3))
+        assert alone == ((0, 2), (1, 3))
 
 
 @pytest.mark.parametrize(("count", "ranks", "sums"), [(8, 1, 1), (8, 2, 1), (8, 4, 1), (8, 8, 1), (6, 2, 1), (8, 3, 3)])
 def test_a_rank_has_one_sum_where_it_carries_a_whole_subtree(count: int, ranks: int, sums: int) -> None:
-    assert len(sums_of(VirtualRanks.carried_by(0, ranks, count))) == sums
+    assert len(sums_of(VirtualRanks.carried_by(0, ranks, count).own, count)) == sums
 
 
 # Training.
@@ -691,11 +696,14 @@ def test_what_is_drawn_at_a_step_is_drawn_alike() -> None:
     assert on(1, noisy_steps) == on(2, noisy_steps) == on(3, noisy_steps)
 
 
-def test_a_batch_that_is_left_out_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("left_out", "words"), [(2, "step for 1 of the 2 batches"), (3, "has a batch twice, or not each of a round's")]
+)
+def test_a_batch_that_is_left_out_is_refused(left_out: int, words: str) -> None:
     accelerator, model, optimizer, loader = model_and_loader()
-    with pytest.raises(RuntimeError, match="has a batch twice, or not each of a round's"):
+    with pytest.raises(RuntimeError, match=words):
         for number, (inputs,) in enumerate(loader):
-            if number != 2:
+            if number != left_out:
                 accelerator.backward(model(inputs).sum())
                 optimizer.step()
                 optimizer.zero_grad()

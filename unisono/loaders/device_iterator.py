@@ -17,13 +17,15 @@ from unisono.comm.selection import innermost
 from unisono.deliveries import Loop
 from unisono.errors import UnisonoError
 from unisono.evaluations import Evaluations
+from unisono.loaders.balance import Balance
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.randomness import seeded
-from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
+from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming, Track
+from unisono.virtual_ranks import WITNESS
 from unisono.world import World
 
 _RULE = (
@@ -52,11 +54,13 @@ class DeviceIterator:
         world: World,
         receive: Callable[[], Delivery],
         state: Callable[[], State],
+        balance: Balance | None = None,
     ) -> None:
         self._parent = parent  # its threads end with the last iterator
         self.loader: Any = parent
         self._receive = receive
         self._state = state
+        self._balance = balance
         self._deliveries = world.state.deliveries
         self._evaluations: Evaluations | None = None
         if world.rank == 0 < world.world_size - 1:  # one rank tells
@@ -111,11 +115,14 @@ class DeviceIterator:
             self._loop, self._received = loop, received = LoopTiming(track), received
         else:
             track.switch(FETCH)
+            if self._balance is not None:
+                self._deal_anew(self._balance, received, track)
+                lane = self._lane
         began, queued = track.since, lane.sent - lane.received
         try:
             # Before the wait, so that a lazy device executes the step meanwhile.
             lane.backend.mark_step(lane.device)
-            delivery = self._ahead.popleft().unwrap() if self._ahead else self._receive()
+            delivery = self._next_delivery(received)
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
             loop.end()
@@ -155,6 +162,30 @@ class DeviceIterator:
         track.switch(COMPUTE if torch.is_grad_enabled() else EVALUATE)
         track.count_wait(delivery.stamps.divide(began, track.since), lane.is_direct)
         return delivery.batch
+
+    def _next_delivery(self, received: Loop) -> Delivery:
+        """What is delivered next: no batch of a witness where the loop trains nothing, or other loops beside it have
+        batches of the same step."""
+        while True:
+            delivery = self._ahead.popleft().unwrap() if self._ahead else self._receive()
+            is_witness = delivery.draw is not None and delivery.draw.turn == WITNESS
+            if not is_witness or self._trains_alone(received):
+                return delivery
+
+    def _trains_alone(self, received: Loop) -> bool:
+        return bool(received.num_used) and self._deliveries.open_loops()[:1] == [received]
+
+    def _deal_anew(self, balance: Balance, received: Loop, track: Track) -> None:
+        """At the end of a round of a loop that trains, continue as the ranks agree to carry the virtual ranks."""
+        last = received.last
+        if last is None or last.draw is None or not last.draw.ends_round or not self._trains_alone(received):
+            return
+        if balance.note_round(track, received.num_batches, last.draw.carried) is None:
+            return
+        self._ahead.clear()
+        self._parent = parent = self._parent.dealt_anew()
+        self._lane = lane = parent._pipeline.lanes[0]
+        self._receive, self._state = partial(parent._receive_for, 0), partial(parent._state_of, lane)
 
     def is_last(self) -> bool:
         """Whether the batch that was delivered last is the last one; waits until that is known. Ranks that read one

@@ -109,16 +109,16 @@ class IndexedSource(Source):
         jobs = _jobs(batches, nominal, rule, first, epoch, seed)
         made: Iterator[list[Made]]
         # One rank may go on with the next batch. Of several, the others have got theirs of this round.
-        skips = rule.count * rule.shards == 1 and not rule.is_virtual
+        skips = rule.count * rule.shards == 1 and rule.virtual is None
         if self._pool is None:
-            fetch = self._try_to_fetch if skips else partial(self._fetcher.batch, is_seeded=rule.is_virtual)
+            fetch = self._try_to_fetch if skips else partial(self._fetcher.batch, is_seeded=rule.virtual is not None)
             made = ([(job, fetch(job.request)) for job in each] for each in jobs)
             if look is not None:
                 with seeded(seed):
                     made = _with_mark(made, self._fetcher.look(look))
         else:
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-            made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed, skips, look)
+            made = _serve_pass(self._pool, jobs, own_seed, skips, look)
         made = _with_places(made) if skips else made
         if self._is_collated:
             return Begun(epoch, position, _count_rows(made, self._dim, rule))
@@ -176,16 +176,19 @@ def _jobs(
 ) -> Iterator[list[Job]]:
     """The pieces to load in a pass, round by round, for the places that the rule keeps."""
     parts: list[Part] = []
+    plans: dict[int, tuple[Part, int, Claim]] = {}  # by place: what is equal in all rounds that are dealt equally
     # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
     shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
-    for dealt in rounds(batches, rule, lambda indices, _: _size(len(indices)), nominal, start):
+    for number, dealt in enumerate(rounds(batches, rule, lambda indices, _: _size(len(indices)), nominal, start)):
         if dealt.parts is not parts:
             parts = dealt.parts
-            plans = []  # what is equal in all rounds that are dealt equally
-            for part in map(parts.__getitem__, rule.kept):
-                behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
-                total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
-                plans.append((part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))))
+            plans.clear()
+        kept = rule.kept_of(number)
+        for place in [each for each in kept if each not in plans]:
+            part = parts[place]
+            behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
+            total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
+            plans[place] = part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
         position = {"offset": dealt.stop * shards}
         mark = 0
         if is_marked:
@@ -193,7 +196,7 @@ def _jobs(
             seen = dealt.batches[:1] if isinstance(dealt.batches[0], Permutation) else dealt.batches
             mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in seen if batch])
         jobs = []
-        for part, behind, claim in plans:
+        for part, behind, claim in map(plans.__getitem__, kept):
             batch, own = dealt.batches[part.batch], part.stop - part.start
             if part.padding:
                 indices = [batch[place] for place in part.order()]
@@ -207,7 +210,7 @@ def _jobs(
 def _count_rows(made: Iterator[list[Made]], dim: int, rule: Rule) -> Iterator[list[Piece]]:
     """The pieces of each round, which a `collate_fn` has made, with the rows that they have; ValueError if their number
     is not allowed. On several ranks, a batch without any becomes a row that does not count."""
-    if rule.is_virtual:
+    if rule.virtual is not None:
         for each in made:
             yield [_as_dealt(job, batch) for job, batch in each]
         return
@@ -300,17 +303,18 @@ def _with_mark(made: Iterator[list[Made]], seen: int) -> Iterator[list[Made]]:
 
 
 def _serve_pass(
-    pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int, skips: bool, look: Look | None
+    pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], seed: int, skips: bool, look: Look | None
 ) -> Iterator[list[Made]]:
-    """The batches of one pass, `width` of them in each round, made by the loader workers, after the look; if it
-    `skips`, with failures in the places of those that cannot be made."""
-    asked, failed = deque[Job](), list[Exception]()
+    """The batches of one pass, round by round, made by the loader workers, after the look; if it `skips`, with failures
+    in the places of those that cannot be made."""
+    asked, widths, failed = deque[Job](), deque[int](), list[Exception]()
 
     def requests() -> Iterator[Request | Look]:
         if look is not None:
             yield look
         try:
             for jobs in rounds_of_jobs:
+                widths.append(len(jobs))
                 for job in jobs:
                     asked.append(job)
                     yield job.request
@@ -321,7 +325,7 @@ def _serve_pass(
         # Batches arrive in the order of their requests, which are drawn ahead.
         seen = next(batches) if look is not None else None
         made = ((asked.popleft(), batch) for batch in batches)
-        groups = iter(lambda: list(islice(made, width)), [])
+        groups = ([first, *islice(made, widths.popleft() - 1)] for first in made)
         yield from groups if seen is None else _with_mark(groups, seen)
         if failed:
             raise failed.pop()

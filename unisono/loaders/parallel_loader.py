@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Any, TypedDict, Unpack
@@ -29,6 +30,7 @@ from unisono.backends.switches import is_as_in_a_new_thread
 from unisono.comm.operations import LOOP
 from unisono.comm.thread_start import check_threads
 from unisono.errors import BusyError, ClosedError
+from unisono.loaders.balance import Balance
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import IndexedSource, is_sharded
@@ -38,7 +40,7 @@ from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
 from unisono.loaders.streams import StreamSource
-from unisono.virtual_ranks import VirtualRanks
+from unisono.virtual_ranks import Virtual, VirtualRanks, virtual_of
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
@@ -58,7 +60,7 @@ class LoaderOptions(TypedDict, total=False):
     tail: Tail | None
     seed: int | None
     already_sharded: bool | None
-    virtual_ranks: int | None
+    virtual_ranks: int | Virtual | None
     sources: Sources | None
 
 
@@ -135,9 +137,10 @@ class ParallelLoader:
         self._loops = loops
         self._maker = threading.current_thread()
         self._rule = make_rule(self._world, len(self._devices), loader, options)
-        self.num_virtual = options.get("virtual_ranks")
-        # How many batches of a round each device gets.
-        self._in_turn = 1 if self.num_virtual is None else -(-self.num_virtual // self._world.world_size)
+        virtual = self._rule.virtual
+        self.num_virtual = None if virtual is None else virtual.count
+        self._in_turn = 1 if virtual is None else virtual.each  # batches of a round, for each device
+        self._balance: Balance | None = None
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
         if seed is not None:
@@ -150,6 +153,9 @@ class ParallelLoader:
                 "cannot do; pass a size of at least 1"
             )
         self._bookmark = Bookmark(self._source, self._rule)
+        # Another source could not begin in the middle of an epoch without reading what comes before.
+        if virtual is not None and virtual.balances and isinstance(self._source, IndexedSource):
+            self._balance = Balance(self._world)
         self._prepare_pass()
 
     def _prepare_pass(self) -> None:
@@ -181,7 +187,8 @@ class ParallelLoader:
             raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(names)}")
         place = names.index(name)
         lane, world = self._pipeline.lanes[place], self._loop_world(place)
-        return DeviceIterator(self, lane, world, partial(self._receive_for, place), partial(self._state_of, lane))
+        receive, state = partial(self._receive_for, place), partial(self._state_of, lane)
+        return DeviceIterator(self, lane, world, receive, state, self._balance)
 
     def _receive_for(self, place: int) -> Delivery:
         # Without the lock, which each batch would pay for; `_begin_pass` checks again.
@@ -231,11 +238,17 @@ class ParallelLoader:
         own = threading.main_thread() if self._world.is_of_processes else self._maker
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
             self._meet_others()
-        begun = self._source.begin(self._rule)
+        rule = self._rule if self._rule.virtual is None else self._numbered(self._rule)
+        if self._balance is not None:
+            self._balance.restart()
+            if self._balance.virtual is not None and torch.is_grad_enabled():  # the loop seems to train
+                rule = rule.carried_as(self._balance.virtual)
+        begun = self._source.begin(rule)
         reads_here = not getattr(self._loader, "num_workers", 0)
-        if self._rule.is_virtual:  # what other loaders draw, with workers or without, is drawn in the thread that reads
+        if rule.virtual is not None:
+            # What other loaders draw, with workers or without, is drawn in the thread that reads.
             reads_here = reads_here or not isinstance(self._source, IndexedSource)
-            begun = begun._replace(pieces=one_by_one(begun, self._rule, self._in_turn, self.seed, reads_here))
+            begun = begun._replace(pieces=one_by_one(begun, rule, rule.virtual, self.seed, reads_here))
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
@@ -244,7 +257,7 @@ class ParallelLoader:
         may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
         may_stay = may_stay and reads_here and is_as_in_a_new_thread()
         # With virtual ranks, another thread would draw the loop's random numbers.
-        must_stay = not self._prefetch or (self._rule.is_virtual and reads_here)
+        must_stay = not self._prefetch or (rule.virtual is not None and reads_here)
         if must_stay or may_stay:
             self._receivers = [Unthreaded(lane, begun.pieces, None if must_stay else pipeline.start).receive]
             return
@@ -254,6 +267,13 @@ class ParallelLoader:
             self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun.stream).receive]
         else:
             self._receivers = [lane.receive for lane in pipeline.lanes]
+
+    def _numbered(self, rule: Rule) -> Rule:
+        """The rule of a pass, with the number of its first round; one more in each epoch where the length is unknown,
+        so that rounds with witnesses are no less frequent."""
+        lengths, skipped = self.lengths(), self.num_skipped() // self._in_turn
+        rounds = 1 if lengths is None else lengths[1] // self._in_turn
+        return replace(rule, first=self._source.next_position()[0] * rounds + skipped)
 
     def _meet_others(self) -> None:
         """Announce this rank's loop, some with their first round. Before their first loop, ranks that read one stream
@@ -287,6 +307,17 @@ class ParallelLoader:
         twin.__dict__.update(self.__dict__)
         twin._loops = loops or self._loops
         twin._prepare_pass()
+        return twin
+
+    def dealt_anew(self) -> ParallelLoader:
+        """A loader for the rest of the pass of its one device, after a round, as the ranks have agreed to carry the
+        virtual ranks. This one is closed."""
+        (lane,) = self._pipeline.lanes
+        assert self._begun is not None
+        self._bookmark.seek(self._begun.epoch, lane.progress.position)
+        self.close()
+        twin = self.again()
+        twin._pipeline.lanes[0].progress = lane.progress
         return twin
 
     def state_dict(self) -> State:
@@ -497,8 +528,9 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
-    if (count := options.get("virtual_ranks")) is not None:
-        virtual = VirtualRanks.carried_by(world.rank, ranks, check_integer(count, "virtual_ranks", 1))
+    if (given_ranks := options.get("virtual_ranks")) is not None:
+        carried, virtual = VirtualRanks.carried_by(world.rank, ranks, given_ranks), virtual_of(given_ranks)
+        count = virtual.count
         if lanes > 1:
             raise ValueError(f"virtual_ranks={count}: a process has one device for all that it carries, not {lanes}")
         if is_cut or isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -506,6 +538,7 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
                 f"virtual_ranks={count} deals out batches of a known order, and this loader gives each rank "
                 "its own part; use a map-style dataset, and leave the sharding to this loader"
             )
-        return Rule(count, tuple(virtual.own), split, tail, is_fixed, is_compared=given is None, is_virtual=True)
+        rule = Rule(count, carried.own, split, tail, is_fixed, is_compared=given is None, virtual=carried)
+        return replace(rule, witness_every=virtual.witness_every)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
     return Rule(ranks * lanes, kept, split, tail, is_fixed, bool(is_cut), is_compared=given is None)

@@ -25,7 +25,7 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Number
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -34,7 +34,7 @@ import torch
 
 from unisono.arguments import check_choice
 from unisono.tree import batch_size, can_cut, is_array, leaves, may_list_samples, take
-from unisono.virtual_ranks import Draw
+from unisono.virtual_ranks import Draw, VirtualRanks
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,32 @@ class Rule:
     is_compared: bool = True  # whether the ranks check that they read the same sequence
     shards: int = 1  # with more than one, the whole rounds are not known
     shard: int = 0  # its sample i is sample `i * shards + shard` of all
-    is_virtual: bool = False  # whether they are virtual ranks, whose parts this process delivers one after another
+    virtual: VirtualRanks | None = None  # whose parts this process delivers one after another
+    witness_every: int | None = None  # with them: the number of rounds from one with witnesses to the next
+    first: int = 0  # with them: the number of a pass's first round, over all epochs
 
     def __post_init__(self) -> None:
         assert all(0 <= place < self.count for place in self.kept)
         check_choice(self.split, "split", *get_args(Split))
         check_choice(self.tail, "tail", *get_args(Tail))
+
+    def witnesses(self, place: int) -> int | None:
+        """How many rounds with witnesses there were before the one at that place of a pass; None if it has none."""
+        if self.witness_every is None or not place:  # the first round shows whether the loop trains
+            return None
+        for number in (self.first + place, self.first)[: 1 + (place == 1)]:  # whose turn it was
+            if number % self.witness_every == self.witness_every - 1:
+                return number // self.witness_every
+        return None
+
+    def kept_of(self, place: int) -> tuple[int, ...]:
+        """The parts that belong to this process in the round at that place of a pass, with that of a witness last."""
+        number = self.witnesses(place)
+        return self.kept if number is None or self.virtual is None else (*self.kept, self.virtual.witness(number))
+
+    def carried_as(self, virtual: VirtualRanks) -> Rule:
+        """The same rounds, of virtual ranks that are carried so."""
+        return replace(self, virtual=virtual, kept=virtual.own)
 
     @property
     def batches(self) -> int:

@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -41,11 +41,12 @@ from unisono.loaders.sharding import (
 from unisono.outcome import Outcome
 from unisono.randomness import drawing, mixed, seed_of
 from unisono.tree import take, tree_map
-from unisono.virtual_ranks import Draw
+from unisono.virtual_ranks import WITNESS, Draw, VirtualRanks
 
 logger = logging.getLogger(__name__)
 
 LOOKED_AT = 8  # samples by which datasets are compared
+_ALIGNED = 64  # elements
 _VERSION = 1
 _FACTS = ("version", "epoch", "seed", "length", "order")  # the keys of a state that are not part of the position
 
@@ -150,34 +151,47 @@ class Source(ABC):
         return []
 
 
-def one_by_one(begun: Begun, rule: Rule, count: int, seed: int, reads_here: bool) -> Iterator[list[Piece]]:
+def one_by_one(begun: Begun, rule: Rule, virtual: VirtualRanks, seed: int, reads_here: bool) -> Iterator[list[Piece]]:
     """The pieces of each round one after another; the position behind all but the last is that before the round.
 
+    A rank that carries fewer than others gets a batch again, which does not count; nor does that of a witness.
+
     Args:
-        count: as many on each rank: one that carries fewer gets a batch again, which does not count.
         reads_here: whether the loop's thread reads: what is drawn while a round is read then has a seed of its own, and
             the batch that is delivered seeds the generators again.
     """
     before = begun.position
-    while True:
+    for place in count():
         at = seed, begun.epoch, before["offset"]
         with drawing(mixed(seed_of("read", seed, begun.epoch), before["offset"])) if reads_here else nullcontext():
             pieces = next(begun.pieces, None)
         if pieces is None:
             return
-        behind = pieces[-1].position
-        several = [*zip(rule.kept, pieces, strict=True), (rule.count, _uncounted(pieces[0]))][:count]
-        for number, (rank, piece) in enumerate(several, 1):
-            position = behind if number == count else before
-            yield [piece._replace(position=position, draw=Draw(*at, rank, rule.count))]
+        witnesses, behind = rule.witnesses(place), pieces[-1].position
+        turns = [*zip(rule.kept, pieces, strict=False), *[(rule.count, pieces[0])] * (virtual.turns - len(rule.kept))]
+        several = [*enumerate(turns, WITNESS + 1)]
+        if witnesses is not None:
+            several.insert(0, (WITNESS, (virtual.witness(witnesses), pieces[-1])))
+        for turn, (rank, piece) in several:
+            draw = Draw(*at, rank, virtual, turn, witnesses, piece.claim.samples)
+            made = piece if draw.counts else _uncounted(piece)
+            yield [made._replace(position=behind if draw.ends_round else before, draw=draw)]
         before = behind
 
 
 def _uncounted(piece: Piece) -> Piece:
     # In memory of its own, by which it is known from the one that counts.
-    batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, piece.batch)
+    batch = tree_map(lambda leaf: _copy_of(leaf) if isinstance(leaf, torch.Tensor) else leaf, piece.batch)
     claim = piece.claim
     return piece._replace(batch=batch, claim=claim._replace(samples=0, repeated=claim.samples + claim.repeated))
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, at a place in memory that is divisible alike: a kernel may add in another order where it is not."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_inference():
+        return tensor.clone()
+    room = tensor.storage_offset() % _ALIGNED
+    return tensor.new_empty(room + tensor.numel())[room:].view(tensor.shape).copy_(tensor)
 
 
 class Bookmark:
@@ -345,7 +359,8 @@ def rounds_of_loaded(
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, lambda each, is_cut: measure(each[0], dim, each[1], is_cut), None, start, first):
+    size_of = lambda each, is_cut: measure(each[0], dim, each[1], is_cut)  # noqa: E731
+    for number, dealt in enumerate(rounds(loaded, rule, size_of, None, start, first)):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         mark = 0
@@ -355,7 +370,7 @@ def rounds_of_loaded(
         done += len(batches)
         position = behind(dealt.stop * rule.shards, done, first)
         whole = Round(batches, *dealt[1:])
-        pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept]
+        pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept_of(number)]
         if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total
             pieces = [piece._replace(claim=piece.claim._replace(total=None)) for piece in pieces]
         yield pieces

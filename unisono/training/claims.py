@@ -60,7 +60,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         weight: what the loss is the mean over, where that is not the samples.
     """
     draw = None if batch is None else batch.draw
-    size = world.comm.size if draw is None else draw.of
+    size = world.comm.size if draw is None else draw.carried.count
     if weight is None and batch is not None and batch.is_summed:
         batch.total = int(_sum_over_ranks([batch.samples], world)[0])
         batch.is_summed = False
@@ -75,7 +75,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         return Claim(own, total, True, None if total == whole else (given, whole))
     if batch is None or batch.total is None:
         return Claim(1, size)
-    return _counted(batch.samples, batch.total)
+    return _counted(batch.weight, batch.total)
 
 
 def _sum_over_ranks(values: list[float], world: World) -> list[float]:
@@ -119,7 +119,7 @@ class Origin:
         self.is_chained = self.is_differentiated = self.may_lag = False
         self.claim = claim = claim_of(self.batch, None, world)
         draw = None if self.batch is None else self.batch.draw
-        parts = world.comm.size if draw is None else draw.of
+        parts = world.comm.size if draw is None else draw.carried.count
         self.part = claim.samples * parts / claim.total if claim.total else 0.0
 
 

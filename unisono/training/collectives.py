@@ -203,6 +203,7 @@ def barrier(world: World | None = None) -> None:
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()
+    refuse_within_round("barrier", world)
     with world.timeline.loop().span(REDUCE), world.state.deliveries.evaluations.aside():
         world.comm.barrier()
 
@@ -246,10 +247,29 @@ def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: 
     return tree_map(pad, values)
 
 
+def refuse_within_round(name: str, world: World, is_of_batch: bool = False) -> None:
+    """Refuse (RuntimeError) what ranks do together for each batch, where they have different numbers of them.
+
+    Args:
+        is_of_batch: whether it makes no sense at the end of a round either.
+    """
+    loop = next(iter(world.state.deliveries.open_loops()), None)
+    draw = None if loop is None or loop.last is None else loop.last.draw
+    if draw is None or not draw.carried.balances or (draw.ends_round and not is_of_batch):
+        return
+    if (loop is not None and loop.num_used) or not draw.carried.fills:
+        raise RuntimeError(
+            f"{name} came in the middle of a round, and with Virtual(balance=True) the ranks have different numbers of "
+            "batches of one: call it where accelerator.sync_gradients is true, after optimizer.step(); Mean and "
+            "Accuracy take each batch, and gather when they compute; evaluate in a loop under torch.no_grad()"
+        )
+
+
 def _enter(name: str, values: Any, world: World, with_gradient: str | None, has_shapes: bool = True) -> None:
     """Refuse values that cannot be sent, and compare the structure with the other ranks'. `with_gradient` is the
     function of `unisono.functional` for tensors that require grad; None if these are allowed."""
     called = name.split()[0]
+    refuse_within_round(called, world)
     for each in leaves(values):
         if not isinstance(each, torch.Tensor):
             raise TypeError(

@@ -166,6 +166,8 @@ class Step:
         batches = list(filter(None, map(attrgetter("batch"), self.visits)))
         if not batches:
             return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
+        if self.policy.parts:  # of which ranks may have different numbers
+            return f"step {self.number} (round {batches[-1].mark:08x})"
         return f"step {self.number} ({name_batches(batches)})"
 
 

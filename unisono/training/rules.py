@@ -94,9 +94,11 @@ class Policy:
             self.rules.setdefault((state, event), []).append((condition, then))
 
     def completes(self, machine: Machine, step: Step, batch: Batch | None, more: int = 0) -> bool:
-        """it is of the k-th microbatch, or of the last batch of a loop, visited for the first time"""
+        """it is of the k-th microbatch, or of the last batch of a loop (of a round), visited for the first time"""
+        if self.parts and batch is not None:
+            return batch.ends_round
         # `is_last` may wait for the loader, so it is asked only where the count does not decide.
-        return step.count + more >= self.every or (not self.parts and machine.ends_loop(batch))
+        return step.count + more >= self.every or machine.ends_loop(batch)
 
     def was_left(self, machine: Machine, optimizer: Optimizer, before: int) -> bool:
         """the loops of its last microbatch were left, and this is the second request with no pass before it"""

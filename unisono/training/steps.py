@@ -75,9 +75,10 @@ class Steps(Machine):
             ValueError: nothing is counted, since it has no known claim, or its claim does not fit those of the step.
         """
         batch = origin.batch
-        if batch is not None and (0 if batch.draw is None else batch.draw.of) != self.step.policy.parts:
+        parts = 0 if batch is None or batch.draw is None else batch.draw.carried.count
+        if batch is not None and parts != self.step.policy.parts:
             raise ValueError(
-                f"a batch of a loader with virtual_ranks={batch.draw and batch.draw.of} cannot be trained on with "
+                f"a batch of a loader with virtual_ranks={parts or None} cannot be trained on with "
                 f"virtual_ranks={self.step.policy.parts or None}; give the Accelerator and its loaders the same"
             )
         source = self.block or batch or elsewhere
@@ -149,8 +150,10 @@ class Steps(Machine):
         if virtual is None or not given:
             return None
         if self._total[0] is not step:
-            by_rank = {each.batch.draw.rank: each.claim.samples for each in given if each.batch and each.batch.draw}
-            own = [by_rank.get(rank, 0.0) for rank in virtual.own] + [0.0] * (virtual.each - len(virtual.own))
+            draws = {each.batch.draw: each.claim.samples for each in given if each.batch and each.batch.draw}
+            by_rank = {draw.rank: samples for draw, samples in draws.items() if draw.counts}
+            carried = next(iter(draws)).carried
+            own = [by_rank.get(rank, 0.0) for rank in carried.own] + [0.0] * (carried.each - len(carried.own))
             self.world.comm.announce("the weights of the batches of a step")
             found = self.world.comm.all_gather(torch.tensor(own, dtype=torch.float64, device=HOST))
             self._total = step, math.fsum(torch.cat(found).tolist())

@@ -8,6 +8,7 @@ from unisono import preemption
 from unisono.comm.operations import HOST
 from unisono.errors import UnisonoError
 from unisono.timeline import REDUCE
+from unisono.training.collectives import refuse_within_round
 from unisono.world import World, current_world, warning_signals
 
 
@@ -54,6 +55,7 @@ def should_stop(asked: bool | None = None, *, world: World | None = None) -> boo
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()
+    refuse_within_round("should_stop", world)
     try:
         preemption.handle(warning_signals())
     except UnisonoError:

@@ -17,7 +17,7 @@ from unisono.strategies import DDP, FSDP, Choice
 from unisono.torch_private import set_lru_cache
 from unisono.training.prepared.scheduler import Unit
 from unisono.training.strategies.strategy import Strategy
-from unisono.virtual_ranks import VirtualRanks
+from unisono.virtual_ranks import VirtualRanks, virtual_of
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,10 +124,14 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
     Raises:
         TypeError, ValueError: as `check_arguments`.
     """
-    count = check_integer(given["virtual_ranks"], "virtual_ranks", 1)
+    count = virtual_of(given["virtual_ranks"]).count
     every, reason = given["gradient_accumulation_steps"], world.backend.unsupported_reason("virtual_ranks")
     refused = {
         f"gradient_accumulation_steps={every}": (every != 1, f"pass virtual_ranks={count * every}"),
+        "balance=True and strategy='fsdp'": (
+            virtual_of(given["virtual_ranks"]).balance and isinstance(options, FSDP),
+            "its ranks gather parameters for each batch, and with balance they have different numbers of them",
+        ),
         "sync_batchnorm=True": (given["sync_batchnorm"], "each virtual rank has statistics of its own"),
         f"strategy={options.name!r}": (
             not _is_plain(options),
@@ -144,7 +148,7 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
     for what, (is_asked, way) in refused.items():
         if is_asked:
             raise ValueError(f"virtual_ranks={count} does not go with {what}: {way}")
-    return VirtualRanks.carried_by(world.rank, world.world_size, count)
+    return VirtualRanks.carried_by(world.rank, world.world_size, given["virtual_ranks"])
 
 
 def check_accumulation(steps: Any) -> None:

@@ -19,7 +19,14 @@ from unisono.deliveries import Loop
 from unisono.errors import CollectiveMismatchError
 from unisono.storages import StorageMap
 from unisono.timeline import REDUCE
-from unisono.training.collectives import all_gather_object, announce_structure, check_samples, gather_samples, num_rows
+from unisono.training.collectives import (
+    all_gather_object,
+    announce_structure,
+    check_samples,
+    gather_samples,
+    num_rows,
+    refuse_within_round,
+)
 from unisono.training.means import Mean
 from unisono.training.strategies.sharded import loaded_class
 from unisono.tree import tensors
@@ -32,6 +39,7 @@ class NoSuchBatchError(ValueError):
 
 def gather_rows(values: Any, valid_samples: int | None, world: World) -> Any:
     """As `Accelerator.gather_for_metrics`."""
+    refuse_within_round("gather_for_metrics", world, is_of_batch=True)
     check_samples(values, num_rows(values) if valid_samples is None else valid_samples, 0)
     announce_structure("gather_for_metrics", values, world)
     count = _num_valid(values, world) if valid_samples is None else valid_samples

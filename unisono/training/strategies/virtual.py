@@ -30,7 +30,8 @@ from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.strategy import Strategy
 from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
-from unisono.virtual_ranks import Draw, Node, Tree, VirtualRanks, fold_over_ranks, sums_of
+from unisono.training.strategies.witnesses import Witnesses
+from unisono.virtual_ranks import WITNESS, Draw, Node, Tree, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
 
 
@@ -39,15 +40,16 @@ class VirtualEngine(Engine):
 
     def __init__(self, module: nn.Module, world: World, steps: Any, virtual: VirtualRanks) -> None:
         self._run_with(module, world, steps)
-        self._virtual = virtual
+        self._virtual = virtual  # as the ranks have carried them in the last step
         # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
         self._first_writes: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
-        # Of each optimizer: the step that it was asked for, the virtual ranks for which, and their gradients.
+        # Of each optimizer: the step that it was asked for, the turns of the batches for which, and their gradients.
         self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[Tensors]]] = WeakKeyDictionary()
         self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
         self._unzeroed = set[int]()  # the ids of parameters whose gradients of an earlier step `zero_grad` has to drop
-        self._buffers = VirtualBuffers(self.name, self.members, virtual)
+        self._buffers = VirtualBuffers(self.name, self.members)
+        self._witnesses = Witnesses(module, world)
 
     def _run_with(self, module: nn.Module, world: World, steps: Any) -> None:
         """Initialize what runs the module."""
@@ -63,7 +65,7 @@ class VirtualEngine(Engine):
             self._check_turn(batch, batch.draw, is_recorded)
             if self.module.training and self.members.has_buffers():
                 self._check_buffers(batch)
-                self._buffers.turn_to(batch.draw.rank)
+                self._buffers.turn_to(batch.draw.turn)
         if self.module.training:
             self._buffers.means = None
         return super().run(args, kwargs, method)
@@ -81,7 +83,7 @@ class VirtualEngine(Engine):
         if round_ != draw.round:
             self._first_writes[batch.loop] = draw.round, version
         optimizers = [each for each in self.trainers.optimizers() if self._asked.get(each) is step]
-        asked = any(draw.rank in self._sums[each][0] for each in optimizers)
+        asked = any(draw.turn in self._sums[each][0] for each in optimizers)
         if (round_ == draw.round and first != version) or (is_recorded and asked and step.last is batch):
             raise RuntimeError(
                 f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
@@ -129,7 +131,7 @@ class VirtualEngine(Engine):
     def _share_buffers(self) -> None:
         if self._buffers.have_begun:
             if self._buffers.means is None:  # there was a forward pass after the reduction
-                sums = self._buffers.sums()
+                sums = self._buffers.sums(self._virtual)
                 found = self._fold([*next(iter(sums.values()))], sums)
                 self._buffers.means = {each: total / self._virtual.count for each, total in found}
             self._buffers.share(self._buffers.means, self._world)
@@ -148,14 +150,15 @@ class VirtualEngine(Engine):
                 f"backward(create_graph=True) through the {self.name}: with virtual_ranks gradients are added outside "
                 "any graph; get what is to be differentiated again from torch.autograd.grad(..., create_graph=True)"
             )
-        if self.module.training and self.members.has_buffers() and self._buffers.turn != draw.rank:
+        if self.module.training and self.members.has_buffers() and self._buffers.turn != draw.turn:
             raise RuntimeError(
                 f"a loss of the {self.name} came past what prepare() has returned, so that its buffers are not those "
                 "of the virtual rank; call that, or a method of it after model.mark_forward_method(name)"
             )
         visits = [each for each in self._steps.step.visits if each.loop is visit.loop and each.batch is not None]
         draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
-        if any(each.round != draw.round for each in draws) or len({*draws}) < len(draws) or self._has_left(visit):
+        turns = {each.turn for each in draws}
+        if any(each.round != draw.round for each in draws) or len(turns) < len(draws) or self._has_left(visit):
             raise RuntimeError(
                 f"a step of the {self.name} has a batch twice, or not each of a round's: with virtual_ranks each batch "
                 "has its passes before optimizer.step() is called for it, once, and none is left out; leave a loop "
@@ -212,14 +215,16 @@ class VirtualEngine(Engine):
             if optimizer in self._sums:
                 self._refuse_asked(optimizer)
             self._asked[optimizer], self._sums[optimizer] = step, (set(), Tree(self._virtual.count, _add))
-        ranks, tree = self._sums[optimizer]
-        if draw.rank in ranks:
+        turns, tree = self._sums[optimizer]
+        if draw.turn in turns:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} was asked to step twice for one batch of a virtual rank; call its "
                 "step() once for each batch"
             )
-        ranks.add(draw.rank)
-        if draw.rank < self._virtual.count:  # else its batch does not count
+        turns.add(draw.turn)
+        if draw.is_compared:
+            self._witnesses.note(optimizer, draw, self.trained_by(optimizer), taken)
+        if draw.counts:
             tree.put(draw.rank, taken)
         self.gradients.look_again()
 
@@ -241,14 +246,17 @@ class VirtualEngine(Engine):
                 self._check_drawn(visit.batch)
                 visit.batch.loop.seeding = last.draw.seed_step
         seed_beside(self._world.backend, self._world.device, last.draw.seed_step())
-        world, (ranks, tree) = self._world, self._sums.pop(optimizer)
+        world, (turns, tree) = self._world, self._sums.pop(optimizer)
         del self._asked[optimizer]
-        if len(ranks) < self._virtual.each:
-            self._refuse_asked(optimizer, len(ranks))
+        self._virtual = last.draw.carried
+        if len(turns - {WITNESS}) < self._virtual.turns:
+            self._refuse_asked(optimizer, len(turns - {WITNESS}))
         parameters = self.trained_by(optimizer)
         if not self.gathers:  # shards differ
             self.agreement.check(self._trained)
         world.comm.announce(f"the gradients of {self.agreement.place()}")
+        if WITNESS in turns:
+            self._witnesses.compare(optimizer, self._steps.step.number)
         # A vector more, in the first bucket: by it, ranks know which parameters have a gradient on any of them.
         notes = (parameters or self.members.parameters())[0].detach().new_zeros(len(parameters))
         sums = {
@@ -257,7 +265,7 @@ class VirtualEngine(Engine):
         }
         means, buffers = Tensors(), list[torch.Tensor]()
         if self._buffers.have_begun and self._buffers.means is None:
-            for node, values in self._buffers.sums().items():
+            for node, values in self._buffers.sums(self._virtual).items():
                 sums[node].update(values)
                 buffers, self._buffers.means = list(values), means
         present, averaged, (known, *_) = set[int](), set(map(id, buffers)), tree.sums.values()
@@ -275,7 +283,7 @@ class VirtualEngine(Engine):
     def _refuse_asked(self, optimizer: Optimizer, count: int = 0) -> NoReturn:
         raise RuntimeError(
             f"the {type(optimizer).__name__} was asked to step for {count or len(self._sums[optimizer][0])} of the "
-            f"{self._virtual.each} batches that this rank has of a round; call its step() for each: it does nothing "
+            f"{self._virtual.turns} batches that this rank has of a round; call its step() for each: it does nothing "
             "until the last one"
         )
 
@@ -299,6 +307,7 @@ class VirtualEngine(Engine):
         self._world.state.deliveries.settle()
         self._reduced.clear()
         self._buffers.forget()
+        self._witnesses.forget()
 
     def end_pass(self) -> None:
         """Nothing: gradients are reduced when an optimizer steps."""
@@ -314,8 +323,9 @@ class VirtualEngine(Engine):
         if size == 1:
             yield from ((each, sums[1, 0][each]) for each in keys if each in sums[1, 0])
             return
-        nodes = sums_of(virtual)
-        are_two = size == 2 and virtual.count % 2 == 0  # one sum each, and a + b is b + a
+        of_ranks = [sums_of(own, virtual.count) for own in virtual.table]
+        nodes = of_ranks[virtual.rank]
+        are_two = [*map(len, of_ranks)] == [1, 1]  # one sum each, and a + b is b + a
         for bucket in buckets(keys):
             lengths = [each.numel() for each in bucket]
             room = 0 if are_two else -sum(lengths) % size  # as many for each rank
@@ -323,7 +333,7 @@ class VirtualEngine(Engine):
             if are_two:
                 total = self._world.comm.all_reduce(own[nodes[0]])
             else:
-                part = fold_over_ranks(virtual, size, own, self._exchange, torch.Tensor.add_)
+                part = fold_over_ranks(virtual, own, self._exchange, torch.Tensor.add_)
                 total = torch.cat(self._world.comm.all_gather(part))
             for each, piece in zip(bucket, total.split([*lengths, room]), strict=False):
                 yield each, piece.view_as(each)
@@ -347,7 +357,7 @@ def check_left(world: World, virtual: VirtualRanks, current: Loop | None = None)
         draw = None if loop.last is None else loop.last.draw
         is_left = not (loop.is_open or loop.is_exhausted or loop.is_settled)
         is_left = is_left and bool(loop.num_batches > 1 or loop.num_used or loop.gathered)
-        if is_left and draw is not None and not virtual.ends_round(draw):
+        if is_left and draw is not None and not draw.ends_round:
             raise RuntimeError(
                 f"a loop was left after {loop.num_batches} batches, in the middle of a round of {virtual.count} "
                 "virtual ranks: on another number of ranks these are other samples; leave it where "
