@@ -468,9 +468,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Under strategy "fsdp" every rank must call it.
 
         Raises:
-            RuntimeError: it is called in the middle of a round of virtual ranks, or a loop was left there.
+            RuntimeError: no model is prepared; or it is called in the middle of a round of virtual ranks, or a loop was
+                left there.
         """
         self._states.check_round("digest")
+        if not self._prepared.modules():
+            raise RuntimeError("no model is prepared, of which digest() could be; call prepare(model, ...) before")
         self.world.comm.announce("digest")
         found = hashlib.sha256()
         for module in self._prepared.modules():

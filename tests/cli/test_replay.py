@@ -140,7 +140,7 @@ def test_the_first_difference_is_named_when_it_comes_and_at_the_end(run: Path) -
         SCRIPT.replace("steps = loaded", "optimizer.param_groups[0]['lr'] = 0.2\nsteps = loaded")
     )
     code, output, errors = replay(run, "--step", "14", "-n", "2")
-    said = "equal up to no step; at step 12 the gradient of 0.weight differs first, and 5 more of 6; digest_every=1"
+    said = "no step before is equal; at step 12 the gradient of 0.weight differs first, and 5 more of 6; digest_every=1"
     assert code == 1
     assert output.startswith(f"replayed steps 11 to 14 on 2 devices: {said}")
     assert f"unisono replay: {said}" in errors
@@ -348,7 +348,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "backend": (["--step", "3", "--backend", "tpu9"], "backend 'tpu9' does not exist; choose one of"),
     "cwd": (["--step", "3", "--cwd", "/no/such"], "No such file or directory: '/no/such'"),
     "command": (["--step", "3"], "does not say how the run was started, which only unisono run writes; record it by"),
-    "script": (["--step", "3"], "train.py is gone, which the run was started from in "),
+    "script": (["--step", "3"], "the script train.py is neither in "),
 }
 
 
@@ -363,6 +363,13 @@ def test_what_cannot_be_replayed_is_said_with_the_way_out(what: str, run: Path) 
     assert (code, output) == (2, "")
     assert said in errors
     assert "Traceback" not in errors
+
+
+def test_a_copy_is_replayed_where_the_script_is_no_longer_in_its_first_place(run: Path) -> None:
+    away = Path(shutil.copytree(run, run.parent / "away", symlinks=True))
+    (run / "train.py").unlink()
+    code, output, errors = replay(away, "--step", "3", "--cwd", str(away))
+    assert (code, output.startswith("replayed steps 1 to 3 on 1 device: equal")) == (0, True), errors
 
 
 def test_a_directory_without_digests_is_refused_as_by_compare(run: Path) -> None:

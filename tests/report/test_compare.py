@@ -97,7 +97,7 @@ def test_configurations_that_differ_are_named(runs: dict[int, Path], tmp_path: P
     assert code == 1
     first, second = said.splitlines()
     assert first == "configurations differ: seed 0, 1"
-    assert second.startswith("equal up to no step; at step 5 the gradient of 0.weight differs first, and ")
+    assert second.startswith("no step before is equal; at step 5 the gradient of 0.weight differs first, and ")
 
 
 def test_what_cannot_be_compared_is_said_with_the_way_out(runs: dict[int, Path], tmp_path: Path, compared: Any) -> None:

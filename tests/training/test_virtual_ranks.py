@@ -393,6 +393,58 @@ def test_a_run_whose_parameters_were_divided_goes_on_with_its_bits_where_they_ar
     assert on(2, partial(train, "attention", state=(str(tmp_path), -1)))[0] == whole
 
 
+def edited(edit: Callable[[Accelerator, nn.Module], Any], above: float = 0.9) -> str:
+    """What a sharded run ends with, or its error, where the loop does something to some gradients."""
+    accelerator = Accelerator(seed=1, virtual_ranks=V, strategy="fsdp")
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows = TensorDataset(torch.randn(37, 3))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 2, shuffle=True))
+    for (inputs,) in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(inputs).square().mean())
+        if float(inputs[0, 0]) > above:
+            edit(accelerator, model)
+        optimizer.step()
+    return accelerator.digest()
+
+
+def drops_gradients(_: Accelerator, model: nn.Module) -> None:
+    for each in model.parameters():
+        each.grad = None
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        drops_gradients,
+        lambda _, model: model.zero_grad(),
+        lambda accelerator, model: accelerator.unwrap_model(model).zero_grad(),
+    ],
+    ids=["None", "zero_grad", "module's zero_grad"],
+)
+def test_gradients_of_shards_are_dropped_as_whole_ones(edit: Callable[[Accelerator, nn.Module], Any]) -> None:
+    untouched = on(1, lambda: edited(lambda *_: None))
+    assert len({on(ranks, lambda: edited(edit)) for ranks in (1, 2, 3)} | {untouched}) == 2
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        lambda _, model: nn.utils.clip_grad_value_(model.parameters(), 0.001),
+        lambda _, model: [each.grad.mul_(0.5) for each in model.parameters() if each.grad is not None],
+    ],
+    ids=["norm", "value", "product"],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_shards_that_are_changed_by_hand_are_refused(
+    ranks: int, edit: Callable[[Accelerator, nn.Module], Any]
+) -> None:
+    with pytest.raises(RuntimeError, match="changed by hand before it was asked to step"):
+        on(ranks, lambda: edited(edit, above=-9.0))
+
+
 def two_models(alternates: bool) -> str:
     accelerator = Accelerator(seed=1, virtual_ranks=V)
     maker, judge = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
@@ -587,6 +639,14 @@ def steps_on_some(loop: Loop) -> None:
             loop.optimizer.step()
 
 
+def leaves_out_a_pass(loop: Loop) -> None:
+    for number, (inputs,) in enumerate(loop.loader):
+        if number != 1:
+            loop.backward(inputs)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
 def zeroes_nothing(loop: Loop) -> None:
     for (inputs,) in loop.loader:
         loop.backward(inputs)
@@ -628,7 +688,8 @@ REFUSED: dict[Callable[[Loop], None], str] = {
     sharpens: "another change of its parameters, in the same round",
     steps_twice: "was asked to step twice for one batch",
     steps_on_some: "was asked to step for 1 of the 2 batches",
-    zeroes_nothing: "those of the first were not zeroed",
+    leaves_out_a_pass: "on a batch that had no backward pass",
+    zeroes_nothing: "found gradients that its optimizer had stepped on, .* call its zero_grad",
     closes: "and a closure cannot be combined",
     uses_more_threads: r"set_num_threads\(2\) was called",
     makes_graphs: r"create_graph=True\) through the",

@@ -113,7 +113,8 @@ def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> tuple[Replay, str
     from unisono.training.replay import Replay
 
     before = recorded.command["directory"]
-    directory = os.path.realpath(before if os.path.isdir(before) else ".")  # on another machine, where we are
+    is_there = os.path.exists(os.path.join(before, "" if recorded.command["is_module"] else recorded.command["target"]))
+    directory = os.path.realpath(before if is_there else parsed.cwd or ".")  # in a copy, where we are
     path, begin = "", 0
     for each in sorted(recorded.checkpoints, key=lambda each: -each.step_of(parsed.optimizer)):
         begin = each.step_of(parsed.optimizer)
@@ -158,7 +159,10 @@ def _target_of(parsed: argparse.Namespace, replay: Replay) -> Target:
         return Target(name, argv, is_module=True)
     path = os.path.join(replay.kept, name)
     if not os.path.isfile(path):
-        raise ValueError(f"{path} is gone, which the run was started from in {command['directory']}; put it back there")
+        raise ValueError(
+            f"the script {name} is neither in {command['directory']}, where the run was started, nor in {replay.kept}; "
+            "go to the directory that it is in, or pass it by --cwd"
+        )
     return Target(path, argv)
 
 

@@ -106,7 +106,7 @@ def read_digests(path: str | Path, needs_steps: bool = True) -> RunDigests:
         if not Path(path).is_dir():
             raise FileNotFoundError(f"{path} is no directory: {advice}")
         if found.settings:
-            advice = "the run ended before the first; Accelerator(digest_every=1) writes those of each step, 0 none"
+            advice = "it ended before the first step with some; digest_every=1 writes those of each step, 0 none"
         elif list(Path(path).glob("**/rank-0.jsonl")):
             advice = "Accelerator(virtual_ranks=...) writes them"
         raise FileNotFoundError(f"{path} has no digests: {advice}")
@@ -124,7 +124,9 @@ def compare_settings(one: RunDigests, other: RunDigests) -> str:
     """What the bits depend on that differs, in words; "" if nothing does."""
     both = [(name, one.settings.get(name), other.settings.get(name)) for name in {**one.settings, **other.settings}]
     differing = [f"{name} {mine}, {others}" for name, mine, others in both if mine != others]
-    return f"configurations differ: {'; '.join(differing)}" if differing else ""
+    text = f"configurations differ: {'; '.join(differing)}" if differing else ""
+    is_other = one.settings.get("virtual_ranks") != other.settings.get("virtual_ranks")
+    return f"{text} (so steps have other samples)" if is_other else text
 
 
 def _compare_runs(one: RunDigests, other: RunDigests) -> tuple[int, str]:
@@ -149,7 +151,7 @@ def _compare_runs(one: RunDigests, other: RunDigests) -> tuple[int, str]:
 
 def compare_steps(one: RunDigests, other: RunDigests) -> tuple[int, str]:
     """Compare the steps that have digests in both; the exit code, and the first that differs, in words."""
-    equal, before = "equal up to no step", 0
+    equal, before = "no step before is equal", 0
     for each in sorted(one.steps.keys() & other.steps.keys()):
         mine, others = one.steps[each], other.steps[each]
         if names := {name for kind in _KINDS for name in mine[kind].keys() ^ others[kind].keys()}:

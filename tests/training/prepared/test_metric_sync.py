@@ -7,7 +7,7 @@ import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator
+from unisono import Accelerator, Virtual
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -73,3 +73,23 @@ def test_rows_of_all_ranks_are_refused_unless_the_metric_leaves_gathering_to_the
 
     expected = float(data().tensors[0].sum())
     assert mode.run(body) == [pytest.approx(expected, rel=1e-6)] * mode.ranks
+
+
+@pytest.mark.parametrize("witness_every", [None, 1])
+def test_batches_of_virtual_ranks_that_count_nowhere_update_nothing(witness_every: int | None) -> None:
+    def body() -> list[float]:
+        accelerator = Accelerator(seed=0, virtual_ranks=Virtual(4, witness_every=witness_every))
+        model, rows = torch.nn.Linear(3, 1), TensorDataset(torch.randn(48, 3))
+        optimizer, metric = torch.optim.SGD(model.parameters(), 0.1), torchmetrics.CatMetric()
+        model, optimizer, metric, loader = accelerator.prepare(model, optimizer, metric, DataLoader(rows, 3))
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).mean())
+            metric.update(inputs[:, 0].detach())
+            metric.update(inputs[:0, 0])
+            optimizer.step()
+            optimizer.zero_grad()
+        return sorted(metric.compute().tolist())
+
+    alone = Mode("solo", 1).run(body)[0]
+    assert len(alone) == len({*alone}) == 48
+    assert Mode("processes", 3).run(body) == [alone] * 3

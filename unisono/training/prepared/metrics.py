@@ -148,7 +148,12 @@ def synchronize_metric(metric: Any, world: World) -> None:
 
 
 def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, **kwargs: Any) -> Any:
-    """Update a metric with this rank's rows; ValueError if they are those of all ranks."""
+    """Update a metric with this rank's rows; ValueError if they are those of all ranks. No rows, and those of a batch
+    that counts nowhere, change nothing."""
+    loop = next(iter(world.state.deliveries.open_loops()), None)
+    draw = None if loop is None or loop.last is None else loop.last.draw
+    if (draw is not None and not draw.counts) or {len(each) for each in tensors((args, kwargs)) if each.ndim} == {0}:
+        return None
     gathered = world.state.part(_Gathered)
     if getattr(metric, "sync_on_compute", True) and any(map(gathered.find, tensors((args, kwargs)))):
         raise ValueError(

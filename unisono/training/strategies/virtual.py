@@ -183,6 +183,15 @@ class VirtualEngine(Engine):
                 each.grad = None
         self.gradients.note_zeros()
 
+    def refuse_earlier(self) -> NoReturn:
+        if self._unzeroed:
+            raise RuntimeError(
+                f"a backward pass through the {self.name} found gradients that its optimizer had stepped on, and they "
+                "were not zeroed before its next step(); call its zero_grad(), which with virtual_ranks setting .grad "
+                "to None between two losses of a batch does not replace"
+            )
+        super().refuse_earlier()
+
     def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
         self._unzeroed -= self._unzeroed if optimizer is None else set(map(id, parameters_of(optimizer)))
         if optimizer is not None and self._reduced.pop(optimizer, False):  # the step is left out, as for a norm of NaN
@@ -217,6 +226,13 @@ class VirtualEngine(Engine):
             self._asked[optimizer], self._sums[optimizer] = step, (set(), Tree(self._virtual.count, _add))
         turns, tree = self._sums[optimizer]
         if draw.turn in turns:
+            last = step.visits[-1].batch
+            if last is not None and last.loop.last is not last:
+                raise RuntimeError(
+                    f"the {type(optimizer).__name__} was asked to step on a batch that had no backward pass; with "
+                    "virtual_ranks each batch has one before step(): of a loss that is 0, or weight=0, if it is not "
+                    "to count"
+                )
             raise RuntimeError(
                 f"the {type(optimizer).__name__} was asked to step twice for one batch of a virtual rank; call its "
                 "step() once for each batch"

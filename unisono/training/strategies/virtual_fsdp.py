@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.strategies import FSDP
-from unisono.torch_private import VERSION
+from unisono.torch_private import VERSION, queue_callback
+from unisono.training.machine import Visit
 from unisono.training.parameter_names import parameters_of
 from unisono.training.strategies.engine import weak_method
 from unisono.training.strategies.fsdp import FSDPEngine
@@ -32,9 +33,34 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
         FSDPEngine.__init__(self, module, world, steps, self._options)
         self.gradients.looks_at = weak_method(self._look)
 
+    def begin_pass(self, reduces: bool, visit: Visit) -> None:
+        super().begin_pass(reduces, visit)
+        queue_callback(weak_method(self._show))  # behind the one that ends the pass
+
+    def _show(self) -> None:
+        """Have `.grad` of the sharded parameters be shards of what the passes of a virtual rank have left: so what the
+        loop does to it is noticed."""
+        each: Any
+        for each in self.leaves():
+            if (gradient := whole_gradient(each)) is not None:
+                self._set_shard(each, _shard_of(each, gradient).clone())
+        self.gradients.look_again()
+
+    def _set_shard(self, parameter: Any, shard: torch.Tensor) -> None:
+        parameter.sharded.grad = shard
+        self._guard(shard)
+
     def _look(self) -> list[tuple[int, torch.Tensor | None]]:
-        whole, parts = self.leaves(), self.with_gradients()
-        return [*((id(each), whole_gradient(each)) for each in whole), *((id(each), each.grad) for each in parts)]
+        """Of the sharded parameters, another tensor where the loop has changed what was shown: kernels for several of
+        them count no writes."""
+        found = [(id(part), part.grad) for part in self.with_gradients()]
+        each: Any
+        for each in self.leaves():
+            gradient, shown = whole_gradient(each), each.sharded.grad
+            found.append((id(each), gradient))
+            if gradient is not None and shown is not None and not _are_equal(shown, _shard_of(each, gradient)):
+                found.append((id(each.sharded), shown.detach()))
+        return found
 
     def count_writes(self) -> int:
         shards: Any = self._parts
@@ -47,16 +73,26 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
         own = set(map(id, parameters_of(optimizer)))
         return [each for each in self._whole if id(each.sharded) in own and each.requires_grad]
 
-    def take_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        taken = whole_gradient(parameter)
+    def take_gradient(self, parameter: Any) -> torch.Tensor | None:
+        taken, sharded = whole_gradient(parameter), parameter.sharded
+        if taken is not None and sharded.grad is None and self.gradients.known:
+            taken = None  # the loop has set it to None
         drop_whole_gradients([parameter])
+        sharded.grad = None
         return taken
 
     def give_gradient(self, parameter: Any, total: torch.Tensor, factor: float, out: Any) -> None:
-        from torch.distributed.tensor import distribute_tensor
+        self._set_shard(parameter, _shard_of(parameter, total) * factor)
 
-        part = parameter.sharded
-        # Each rank has the whole sum, and keeps its own shard.
-        shard: Any = distribute_tensor(total, part.device_mesh, part.placements, src_data_rank=None)
-        part.grad = shard * factor
-        self._guard(part.grad)
+
+def _shard_of(parameter: Any, whole: torch.Tensor) -> Any:
+    """This rank's shard of what every rank has whole."""
+    from torch.distributed.tensor import distribute_tensor
+
+    part = parameter.sharded
+    return distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether these shards have the same bits."""
+    return torch.equal(*(each.to_local().contiguous().view(torch.uint8) for each in (one, other)))
