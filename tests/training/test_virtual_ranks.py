@@ -445,6 +445,29 @@ def test_gradients_of_shards_that_are_changed_by_hand_are_refused(
         on(ranks, lambda: edited(edit, above=-9.0))
 
 
+def freezes(strategy: str, count: int | None = V) -> list[torch.Tensor]:
+    """Goes on with gradients of zero at layers that it has frozen: momentum moves these."""
+    accelerator = Accelerator(seed=1, virtual_ranks=count, strategy=strategy)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows = TensorDataset(torch.randn(48, 3, dtype=torch.float64))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 2))
+    for number, (inputs,) in enumerate(loader, 1):
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if accelerator.sync_gradients and number >= len(loader) / 3:
+            accelerator.unwrap_model(model)[0].requires_grad_(False)
+    return [getattr(each, "full_tensor", each.detach)().tolist() for each in model.parameters()]
+
+
+def test_layers_that_were_frozen_with_gradients_of_zero_are_stepped_as_on_so_many_ranks() -> None:
+    first, *others = on(1, lambda: freezes("ddp")), on(2, lambda: freezes("ddp")), on(2, lambda: freezes("fsdp"))
+    assert others == [first] * 2
+    for one, other in zip(first, on(V, lambda: freezes("ddp", None)), strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-9, atol=1e-12)
+
+
 def two_models(alternates: bool) -> str:
     accelerator = Accelerator(seed=1, virtual_ranks=V)
     maker, judge = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))

@@ -268,6 +268,9 @@ class VirtualEngine(Engine):
         if len(turns - {WITNESS}) < self._virtual.turns:
             self._refuse_asked(optimizer, len(turns - {WITNESS}))
         parameters = self.trained_by(optimizer)
+        listed = set(map(id, parameters))  # not those that were frozen with gradients of zero, with which torch steps
+        frozen = {id(each): each for values in tree.sums.values() for each in values if id(each) not in listed}
+        parameters += frozen.values()
         if not self.gathers:  # shards differ
             self.agreement.check(self._trained)
         world.comm.announce(f"the gradients of {self.agreement.place()}")
