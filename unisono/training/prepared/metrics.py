@@ -152,7 +152,8 @@ def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, *
     that counts nowhere, change nothing."""
     loop = next(iter(world.state.deliveries.open_loops()), None)
     draw = None if loop is None or loop.last is None else loop.last.draw
-    if (draw is not None and not draw.counts) or {len(each) for each in tensors((args, kwargs)) if each.ndim} == {0}:
+    given = [len(each) for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.ndim]
+    if (draw is not None and not draw.counts) or (given and not any(given)):
         return None
     gathered = world.state.part(_Gathered)
     if getattr(metric, "sync_on_compute", True) and any(map(gathered.find, tensors((args, kwargs)))):
