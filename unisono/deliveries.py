@@ -3,7 +3,7 @@
 A loader that knows the whole round states, with each batch, that it holds n of the round's N samples. A batch is
 recognised by memory, or by its rows (docs/exactness.md, "A pass has one claim"). Where several batches can be meant,
 all of them are returned, and the caller compares what they count. This is the only connection between `loaders` and
-`parallel`.
+`training`.
 
 *Threads:* the passes of a rank, and the queries about its batches, run in one thread. Loops may begin and draw in
 several. `end` may run at any point, in any thread: the garbage collector ends loops that were left.

@@ -2,8 +2,8 @@
 
 Each n-th step of an optimizer, and the last of an epoch, has a digest of each parameter's reduced gradient, before it
 is clipped, and of each parameter and buffer after the step. All ranks have the same, so that rank zero alone computes
-them, on the device; they are read together, once a step. `report/record.py` writes them, and `report/digests.py`
-compares those of two runs.
+them, on the device; where ranks have shards, the others help to gather these. They are read together, once a step.
+`report/record.py` writes them, and `report/digests.py` compares those of two runs.
 
 *Threads:* the rank's.
 """
