@@ -40,6 +40,7 @@ from unisono.training.prepared.checks import (
     check_accumulation,
     check_arguments,
     check_features,
+    check_snapshots,
     check_virtual,
     family_of,
     world_on,
@@ -107,6 +108,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             are installed), objects with the methods of `unisono.Tracker`, or a list of these.
         project_dir: the directory for trackers and checkpoints; None uses "runs" in the working directory.
         total_limit: the number of numbered checkpoints to keep; None keeps all.
+        snapshot_every: after how many optimizer steps the state is copied into memory that outlives the workers, from
+            which `load_state` continues in a restarted group (docs/fault_tolerance.md). None: as `unisono run
+            --snapshot-every` or spawn(snapshot_every=) say; without them, never.
         world: None uses the current one. A process that torchrun, SLURM, Kubernetes or mpirun has started beside others
             joins them first, by `join_world()`.
 
@@ -142,6 +146,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         log_with: LogWith = None,
         project_dir: str | os.PathLike[str] | None = None,
         total_limit: int | None = None,
+        snapshot_every: int | None = None,
         world: World | None = None,
     ) -> None:
         # What needs no device is checked before `world_on` starts to use one.
@@ -191,6 +196,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             schedule_unit,
         )
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
+        every = self.world.state.snapshot_every if snapshot_every is None else snapshot_every
+        if every is not None:
+            check_snapshots(every, self.world, options)
+            self._states.keep_snapshots(every)
 
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, parameters, optimizers, loaders, schedulers, lists of them and None.

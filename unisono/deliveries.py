@@ -162,9 +162,11 @@ class Deliveries:
 
     Attributes:
         evaluations: those without gradients.
+        at_draw: called with a loop, and the loader that it is over, before it draws its next batch, or ends.
     """
 
     def __init__(self) -> None:
+        self.at_draw: Callable[[Loop, Any], None] | None = None
         self.evaluations = Evaluations()
         self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
         # By memory: the batches in it, the latest last.

@@ -44,12 +44,16 @@ class RankState:
         deliveries: the batches it has received.
         seeds_batches: whether its generators are seeded with each batch, so that nothing depends on their states.
         command: what `unisono run` has started, as `describe_command` returns it.
+        snapshot_memory: the path of the memory that its launcher holds for snapshots; "" if there is none.
+        snapshot_every: the default of `Accelerator(snapshot_every=)`.
     """
 
     def __init__(self) -> None:
         self.deliveries = Deliveries()
         self.seeds_batches = False
         self.command: dict[str, Any] | None = None
+        self.snapshot_memory = ""
+        self.snapshot_every: int | None = None
         self._parts: dict[Any, Any] = {}
 
     def part(self, kind: type[T]) -> T:

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from unisono.backends import CPU
-from unisono.checkpoint.directory import SHARD, STATE, Manifest, find, verify
+from unisono.checkpoint.directory import SHARD, STATE, Manifest, find, read_manifest, verify
 from unisono.checkpoint.folders import Folder, Location, replace_file, write_file
 from unisono.checkpoint.objects import joined_state
-from unisono.errors import CheckpointError, DamagedCheckpointError
+from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 
 Format = Literal["torch", "safetensors"]
 
@@ -59,6 +59,19 @@ def read_contents(folder: Folder) -> Contents:
         except Exception as error:  # forged
             raise DamagedCheckpointError(f"{found} has a {STATE} that holds something else: {error!r}") from error
     return Contents(found.location, manifest, kinds, states, ranks, held, kept)
+
+
+def read_newest(folder: Folder, in_memory: Contents | None) -> Contents:
+    """The contents in memory, if they are newer than the checkpoint that `read_contents` would read; otherwise those of
+    that. Raises as `read_contents`."""
+    if in_memory is not None:
+        try:
+            _, manifest = find(folder, read_manifest)
+        except (NoCheckpointError, DamagedCheckpointError):
+            return in_memory
+        if manifest.created <= in_memory.manifest.created:
+            return in_memory
+    return read_contents(folder)
 
 
 def _load(path: Path) -> Any:

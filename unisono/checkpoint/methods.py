@@ -25,6 +25,7 @@ from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of, meet, user_module
 from unisono.checkpoint.saver import Loaded, Saver, agree_on
+from unisono.checkpoint.snapshots import Described, Snapshots
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
 from unisono.timeline import SAVE
@@ -64,6 +65,30 @@ class PreparedStates:
         self._registered: list[Any] = []
         self.save_hooks, self.load_hooks = Hooks(), Hooks()
         self._saver = Saver(steps.world)
+        self._snapshots: Snapshots | None = None
+
+    def keep_snapshots(self, every: int) -> None:
+        """From now on, take a snapshot every so many steps."""
+        self._snapshots = Snapshots(self._steps, every, self._num_steps, self._describe)
+
+    def _num_steps(self) -> int:
+        """The number of steps that the optimizers have taken."""
+        return max((each.taken.steps for each in self._prepared.steppers()), default=0)
+
+    def _describe(self) -> Described:
+        self._check_optimizers()
+        if self._snapshots is not None:
+            for stepper in self._prepared.steppers():
+                stepper.note_taken = self._snapshots.note_step
+        return Described(self._named_objects(), self._facts(None), self._num_steps())
+
+    def _facts(self, claims: Any) -> dict[str, Any]:
+        """What a checkpoint knows of this rank besides the objects."""
+        return {
+            "taken": [list(each.taken) for each in self._prepared.steppers()],
+            "claims": claims,
+            "bits": self._bits(),
+        }
 
     def register(self, objects: Sequence[Any]) -> None:
         for place, each in enumerate(objects):
@@ -83,12 +108,10 @@ class PreparedStates:
                 stepper.checks.append(self._saver.poll)
         self.check_round("save_state")
         claims = claims_of(self._steps, self._prepared.engines())
-        taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared.engines())
-        facts = {"taken": taken, "claims": claims, "bits": self._bits()}
-        step = max((steps for steps, *_ in taken), default=0)
         choose = self._run_save_hooks if self.save_hooks else None
-        return self._saver.save(place, objects, step, score, is_async, facts, held, choose)
+        facts = self._facts(claims)
+        return self._saver.save(place, objects, self._num_steps(), score, is_async, facts, held, choose)
 
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""
@@ -97,7 +120,10 @@ class PreparedStates:
         if (replay := replay_of(self._steps.world)) is not None:
             folder = folder_at(replay.place_to_load(str(folder)))
         choose = self._run_load_hooks if self.load_hooks else None
-        restored = self._saver.load(folder, self._named_objects(), must_exist, choose)
+        in_memory = None if self._snapshots is None else self._snapshots.newest
+        restored = self._saver.load(folder, self._named_objects(), must_exist, choose, in_memory)
+        if self._snapshots is not None:
+            self._snapshots.note_load(0 if restored is None else restored.loaded.step)
         if restored is None:
             return None
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
@@ -106,7 +132,8 @@ class PreparedStates:
         for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
             stepper.taken = Taken(*taken)
         now = {**facts[0], "bits": self._bits()}
-        record_checkpoint(self._steps.world, "loaded", restored.loaded.path, restored.mark, now)
+        if restored.mark:
+            record_checkpoint(self._steps.world, "loaded", restored.loaded.path, restored.mark, now)
         for scheduler in self._prepared.schedulers():
             scheduler.follow()
         self._steps.restart()
@@ -117,7 +144,10 @@ class PreparedStates:
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
             resume_step(claims, restored.held, self._steps, self._prepared.engines())
-        self._saver.say_resumed(restored.loaded, self._named_objects())
+        lost = None
+        if not restored.mark and self._snapshots is not None:
+            lost = self._snapshots.num_lost(restored.loaded.step)
+        self._saver.say_resumed(restored.loaded, self._named_objects(), lost)
         return restored.loaded
 
     def check_round(self, name: str) -> None:

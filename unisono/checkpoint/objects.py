@@ -37,6 +37,7 @@ from unisono.training.strategies.states import (
     optimizer_state,
     plain_name,
 )
+from unisono.training.strategies.zero1 import is_divided
 from unisono.world import World
 
 Objects = Mapping[str, Any]
@@ -143,22 +144,31 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
     return states
 
 
-def divided_states(objects: Objects, world: World, copy: Copy) -> dict[str, dict[str, Any]]:
-    """Copies of this rank's part of the states of models and optimizers: of each its "names", or its "groups"; "values"
-    that are whole; and "cuts" of sharded tensors: the shape of the whole, where the cut begins in it, and the cut."""
+def divided_states(
+    objects: Objects, keep: Callable[[Any, Mapping[Any, Any]], Mapping[Any, Any]]
+) -> dict[str, dict[str, Any]]:
+    """This rank's part of the states of models and optimizers: of each its "names", or its "groups"; "values" that are
+    whole; and "cuts" of sharded tensors: the shape of the whole, where the cut begins in it, and the cut.
+
+    Args:
+        keep: which of the whole values of a model or an optimizer are in this rank's part, if others have them, too.
+    """
     parts: dict[str, dict[str, Any]] = {}
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
-            found: dict[Any, Any] = dict(model_parts(user_module(each), world))
+            module = user_module(each)
+            found: dict[Any, Any] = model_parts(module)
             part: dict[str, Any] = {"names": list(found)}
         elif kind == "optimizer":
-            found, part = dict(optimizer_parts(each, world)), {"groups": groups_of(each)}
+            found, part = optimizer_parts(each), {"groups": groups_of(each)}
         else:
             continue
-        part["values"] = {key: value for key, value in found.items() if not is_distributed(value)}
-        part["cuts"] = {key: cut_of(value) for key, value in found.items() if is_distributed(value) and is_first(value)}
-        parts[name] = as_plain(part, f"{name}.state_dict()", copy)
+        whole = {key: value for key, value in found.items() if not is_distributed(value)}
+        part["values"] = whole if is_divided(each) else keep(each, whole)
+        cuts = {key: value for key, value in found.items() if key not in whole and is_first(value)}
+        part["cuts"] = {key: cut_of(value) for key, value in cuts.items()}
+        parts[name] = part
     return parts
 
 

@@ -22,7 +22,7 @@ from uuid import uuid4
 import torch
 
 from unisono.checkpoint.background import HostMemory, host_view, start_save
-from unisono.checkpoint.contents import Contents, read_contents
+from unisono.checkpoint.contents import Contents, read_newest
 from unisono.checkpoint.directory import SHARD, STATE, Manifest, Place, choose_place, commit
 from unisono.checkpoint.folders import Checksum, Folder, Location, RemoteFolder, checksum_of, sync, write_file
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
@@ -225,7 +225,10 @@ class Saver:
             if self._gather is None:
                 with suppress_greetings():
                     self._gather = gather_aside(world.world_size)
-            states = divided_states(objects, world, copy)
+            states = {
+                name: as_plain(part, f"{name}.state_dict()", copy)
+                for name, part in divided_states(objects, lambda _, whole: whole if world.rank == 0 else {}).items()
+            }
             rest = {name: each for name, each in objects.items() if name not in states}
             contents |= {"states": whole_states(rest, world, copy), "is_divided": True}
             held = {name: copy(each) for name, each in (held or {}).items()}
@@ -333,12 +336,13 @@ class Saver:
 
     # Loading.
 
-    def say_resumed(self, loaded: Loaded, objects: Objects) -> None:
-        """Print on rank zero where the run continues."""
+    def say_resumed(self, loaded: Loaded, objects: Objects, lost: int | None = None) -> None:
+        """Print on rank zero where the run continues, and how many steps are lost, if that is known."""
         if self.world.rank == 0:
             loaders = [each for each in objects.values() if isinstance(each, DeviceLoader | ParallelLoader)]
             epoch = f"epoch {loaders[0].epoch}, " if loaders else ""
-            print(f"resumed from {loaded.path}: {epoch}step {loaded.step}", file=sys.stderr)
+            behind = "" if lost is None else f", {lost} step{'s' * (lost != 1)} lost"
+            print(f"resumed from {loaded.path}: {epoch}step {loaded.step}{behind}", file=sys.stderr)
 
     def load(
         self,
@@ -346,9 +350,11 @@ class Saver:
         objects: Objects,
         must_exist: bool = True,
         choose: Callable[[str], Objects] | None = None,
+        in_memory: Callable[[], Contents | None] | None = None,
     ) -> Restored | None:
-        """Load the objects from rank zero's folder. A collective. Raises as `Checkpointer.load`. `choose` is called
-        with the place of the files, and returns the objects to load."""
+        """Load the objects from rank zero's folder, or what `in_memory` returns there, if it is newer. A collective.
+        Raises as `Checkpointer.load`. `choose` is called with the place of the files, and returns the objects to
+        load; what is in memory has no files, and all objects."""
         world = self.world
         world.comm.announce("load_state")
         self.wait()
@@ -359,7 +365,7 @@ class Saver:
         def read() -> tuple[Location, Manifest, Sequence[Any], bool] | None:
             nonlocal contents
             try:
-                contents = read_contents(folder)
+                contents = read_newest(folder, in_memory() if in_memory is not None else None)
             except NoCheckpointError as error:
                 if must_exist:
                     raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
@@ -387,7 +393,7 @@ class Saver:
         if found is None:
             return None
         path, manifest, ranks, has_kept = found
-        if choose is not None:
+        if choose is not None and manifest.directory:
             objects = choose(f"{path}/{manifest.directory}")
         others = agree_on(check, world)
         # On another number of ranks no saved rank corresponds to this one; all take rank zero's state.

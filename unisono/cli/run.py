@@ -138,6 +138,7 @@ def _options_of(parsed: argparse.Namespace, grace_s: float, prefix: bool | Liter
         "grace_s": grace_s,
         "output": Output(parsed.log_dir, parsed.log_ranks, prefix, parsed.profile),
         "process_group": parsed.process_group,
+        "snapshot_every": parsed.snapshot_every,
     }
 
 

@@ -80,6 +80,7 @@ class Job:
         call: `Settings`, then `(fn, args)`, pickled by value where needed.
         num_threads: CPU threads of each worker.
         records: the directory of the ranks' records; "" for none.
+        snapshot_memory: the path of the memory for snapshots; "" for none.
         place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
         secret: by which such ranks sign what they send one another by gloo: other users reach the loopback, too.
     """
@@ -91,6 +92,7 @@ class Job:
     place: RankPlace
     caller: Caller = field(default_factory=Caller)
     records: str = ""
+    snapshot_memory: str = ""
     secret: str = field(default_factory=lambda: token_hex(32), repr=False)
 
     @property

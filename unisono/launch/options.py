@@ -128,6 +128,7 @@ class SpawnOptions(TypedDict, total=False):
     output: Output
     process_group: Literal["gloo"] | None
     engine: str | Engine | None
+    snapshot_every: int | None
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class Options:
     output: Output = Output()
     process_group: Literal["gloo"] | None = None
     engine: str | Engine | None = None
+    snapshot_every: int | None = None
     daemon: bool = False
 
     def __post_init__(self) -> None:
@@ -162,6 +164,8 @@ class Options:
         check_integer(self.max_restarts, "max_restarts", 0, "pass how often the group may be restarted")
         _check_seconds(self.grace_s, "grace_s", is_zero_allowed=True)
         check_type(self.output, "output", "pass unisono.Output(...)", Output)
+        if self.snapshot_every is not None:
+            check_integer(self.snapshot_every, "snapshot_every", 1, "pass a number of optimizer steps, or None")
 
     def check_ranks(self, count: int) -> None:
         """ValueError: the output of a rank is asked for that is not among the `count` ranks."""
@@ -188,7 +192,7 @@ class Options:
     def needs_process(self) -> bool:
         """Whether a single worker needs a process of its own."""
         is_output_plain = not self.output.prefix and self.output == Output(prefix=self.output.prefix)
-        wanted = (self.max_restarts, self.start_method, self.cores, self.hang_timeout_s)
+        wanted = (self.max_restarts, self.start_method, self.cores, self.hang_timeout_s, self.snapshot_every)
         return any(wanted) or not is_output_plain
 
 

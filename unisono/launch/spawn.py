@@ -96,6 +96,8 @@ def spawn(
               group is stopped with a WorkerHungError. Default: most of `timeout`, if a rank waits in a collective.
             - `max_restarts`: how many times a failed group is restarted, with `restart_count` + 1 in its world; `fn`
               continues from its own checkpoint. Default: 0.
+            - `snapshot_every`: the default of `Accelerator(snapshot_every=)`: after how many steps the state is copied
+              into memory that this process holds, from which a restarted group continues.
             - `grace_s`: seconds that a worker has between SIGTERM (or SIGINT) and SIGKILL. Default: 5.
             - `output`: `Output(...)`: log files, and what is shown of the workers' output.
             - `engine`: workers on other machines: "slurm", "ray", or `unisono.engines.Hosts([...])` and the like
@@ -227,7 +229,7 @@ def _report_idle_options(join: bool, options: Options) -> None:
             "spawn(join=False) would start workers and continue, but a launcher has started this process as one of its "
             "workers: pass join=True, or run the script without a launcher"
         )
-    names = ("start_method", "cores", "hang_timeout_s", "max_restarts", "grace_s", "output")
+    names = ("start_method", "cores", "hang_timeout_s", "max_restarts", "grace_s", "output", "snapshot_every")
     if idle := [name for name in names if getattr(options, name) != getattr(Options, name)]:
         logger.warning(
             "spawn's %s: ignored, since a launcher has started this process as one of its workers; `unisono run` has "

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
 from unisono.launch.group import Group
+from unisono.launch.held_memory import held_memory
 from unisono.launch.job import Job, rendezvous
 from unisono.launch.messages import add_limit_note
 from unisono.launch.watching.log_directory import log_file, make_log_directory
@@ -169,7 +170,9 @@ class Supervisor:
     # Everything below runs on the supervisor's thread.
 
     def _run_attempts(self) -> Outcome[list[Any]]:
-        with self._wake_r, self._wake_w:
+        with self._wake_r, self._wake_w, held_memory() as memory:
+            if not self._job.snapshot_memory:  # otherwise the agent holds one
+                self._job = replace(self._job, snapshot_memory=memory)
             for restart_count in range(self._options.max_restarts + 1):
                 attempted = Outcome.capture(self._run_attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)

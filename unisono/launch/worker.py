@@ -81,6 +81,8 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         # torch's `record` writes an error of the script there.
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(job.records or directory, f"rank-{rank}.error.json")
         world = _join_world(job, place)
+        world.state.snapshot_memory = job.snapshot_memory
+        world.state.snapshot_every = job.options.snapshot_every
         set_process_world(world)
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
         signal.signal(signal.SIGINT, signal.default_int_handler)

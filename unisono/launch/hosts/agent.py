@@ -46,6 +46,7 @@ from unisono.comm.sealing import agree, sealed_store, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
 from unisono.launch.group import Group
+from unisono.launch.held_memory import held_memory
 from unisono.launch.hosts.agent_round import MachineReport
 from unisono.launch.hosts.endpoint import (
     address_towards,
@@ -156,6 +157,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
             max_restarts=job.options.max_restarts,
             monitor_interval=_LOOK_S,
         )
+        job = replace(job, snapshot_memory=stack.enter_context(held_memory()))
         agent = Agent(spec, job, options, log_directory)
         with agent.others.attended(is_host):
             verdict = _run(agent, options, left_out)

@@ -67,6 +67,19 @@ class OomWatch:
         return found
 
 
+def memory_left() -> int:
+    """The bytes of memory that this machine, or the control group of this process, has left."""
+    left = psutil.virtual_memory().available
+    for directory in cgroup_directories("memory"):
+        limit, used = read_number(directory / _LIMITS[0]), read_number(directory / "memory.current")
+        if limit is not None and used is not None:
+            with suppress(OSError):  # what the kernel would drop
+                stat = (directory / "memory.stat").read_text().split()
+                used -= int(dict(zip(stat[::2], stat[1::2], strict=True)).get("inactive_file", 0))
+            left = min(left, limit - used)
+    return left
+
+
 def memory_limit(pid: int | None = None, root: Path = _ROOT) -> tuple[int, str]:
     """The most bytes of memory that a process can have, by default this one, and the source of that limit, in words."""
     directories = cgroup_directories("memory", pid, root)

@@ -151,6 +151,18 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
     return VirtualRanks.carried_by(world.rank, world.world_size, given["virtual_ranks"])
 
 
+def check_snapshots(every: int, world: World, options: Choice) -> None:
+    """Check `snapshot_every`, and that it fits the ranks; raises as `check_arguments`."""
+    check_integer(every, "snapshot_every", 1, "pass a number of optimizer steps, or None")
+    if options.name in ("diloco", "spmd"):
+        raise ValueError(
+            f"snapshot_every={every} does not go with strategy={options.name!r}, whose ranks have no state in common "
+            "after each step; leave it out"
+        )
+    if world.world_size > 1 and not world.is_of_processes:
+        raise ValueError(f"snapshot_every={every} does not go with ranks that are threads: start processes (spawn)")
+
+
 def check_accumulation(steps: Any) -> None:
     """Check a new number of microbatches per step, as `check_arguments`."""
     check_integer(steps, "gradient_accumulation_steps", 1)

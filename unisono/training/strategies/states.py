@@ -137,18 +137,14 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return deepcopy(numbered(optimizer.param_groups))
 
 
-def model_parts(model: nn.Module, world: World) -> dict[str, Any]:
-    """This rank's part of a plain state that all ranks write: its shards; on rank zero also the whole tensors."""
-    state = {plain_name(model, name): value for name, value in model.state_dict().items()}
-    return {name: value for name, value in state.items() if world.rank == 0 or is_distributed(value)}
+def model_parts(model: nn.Module) -> dict[str, Any]:
+    """What this rank has of a plain state, whole tensors and shards."""
+    return {plain_name(model, name): value for name, value in model.state_dict().items()}
 
 
-def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str], Any]:
-    """This rank's part of an optimizer's plain state, by the parameter's number and the name of the value."""
-    if is_divided(optimizer):
-        return _entries_of(optimizer.optim, optimizer)
-    entries = _entries_of(optimizer, optimizer)
-    return {key: value for key, value in entries.items() if world.rank == 0 or is_distributed(value)}
+def optimizer_parts(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
+    """What this rank has of an optimizer's plain state, by the parameter's number and the name of the value."""
+    return _entries_of(optimizer.optim if is_divided(optimizer) else optimizer, optimizer)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], world: World | None = None) -> None:

@@ -1,0 +1,249 @@
+"""Snapshots: what `save_state` saves, copied between two steps into memory that outlives the workers. A group that is
+restarted continues from the newest one, unless a checkpoint was saved after it.
+
+Where a run continues is known at one place only: where the loop that trains draws its next batch, or ends. The lines
+that belong to the batch before have run by then, and `load_state` brings the loop back to this place. So the loop that
+has drawn first, of those that are open in the first step, is the one whose draws are looked at from then on.
+
+State that all ranks have is divided among the ranks of a machine. There is no collective: ranks are at the same step,
+and each has the snapshots of the last two.
+
+*Threads:* the rank's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+
+from unisono.checkpoint.contents import Contents
+from unisono.checkpoint.directory import Manifest
+from unisono.checkpoint.generators import generator_states
+from unisono.checkpoint.objects import (
+    Objects,
+    divided_states,
+    joined_state,
+    kept_states,
+    kind_of,
+    kinds_of,
+    own_states,
+    user_module,
+)
+from unisono.checkpoint.serialization import as_plain
+from unisono.checkpoint.snapshot_memory import (
+    SlotWriter,
+    Snapshot,
+    free_others,
+    last_step,
+    packed_size,
+    read_snapshots,
+)
+from unisono.deliveries import Loop
+from unisono.launch.held_memory import create_memory
+from unisono.launch.messages import say_once
+from unisono.launch.watching.memory import memory_left
+from unisono.training.steps import Steps
+from unisono.training.strategies.states import plain_name
+from unisono.world import World
+
+logger = logging.getLogger(__name__)
+
+MEMORY = "memory"
+"""Where a state comes from that was not on disk."""
+
+_SLOTS = 2  # a rank that dies while it writes one leaves the other
+
+
+class Described(NamedTuple):
+    """What a checkpoint would hold now: the objects, the facts of this rank, and the optimizer steps taken."""
+
+    objects: Objects
+    facts: Mapping[str, Any]
+    step: int
+
+
+class Snapshots:
+    """The snapshots of one rank.
+
+    Args:
+        every: the number of optimizer steps from one to the next.
+        count: returns the number of steps taken.
+        describe: returns what to copy.
+    """
+
+    def __init__(self, steps: Steps, every: int, count: Callable[[], int], describe: Callable[[], Described]) -> None:
+        self._steps, self._every, self._count, self._describe = steps, every, count, describe
+        self._world = world = steps.world
+        self._file = _open_memory(world)
+        self._writer = SlotWriter(self._file, world.restart_count, world.local_rank, _SLOTS)
+        self._thread = threading.get_ident()
+        self._number = 0
+        self._has_loaded = world.restart_count == 0
+        self._restart(0)
+        world.state.deliveries.at_draw = self._at_draw
+
+    def _restart(self, step: int) -> None:
+        self._step = step  # of the last snapshot, or where the run begins
+        self._drawn: list[tuple[Loop, ref[Any]]] = []  # with gradients, in the order of their first batches
+        self._leader: ref[Any] | None = None  # the loader whose draws are looked at
+        self._loop: Loop | None = None  # the last one over it
+
+    def note_step(self) -> None:
+        """A step was taken, which is lost if the ranks end before the next snapshot."""
+        self._writer.note_step(self._count())
+
+    def note_load(self, step: int) -> None:
+        """A state was loaded: the run continues after that step."""
+        self._has_loaded = True
+        self._restart(step)
+
+    # Loading, on rank zero.
+
+    def newest(self) -> Contents | None:
+        """What the attempts before this one have left last; None if there is nothing, or this one has begun."""
+        if self._number or self._count() != self._step:
+            return None
+        return next(map(_contents_of, read_snapshots(self._file, range(self._world.restart_count))), None)
+
+    def num_lost(self, step: int) -> int:
+        """How many steps the attempts before this one had taken after that one."""
+        return max(0, last_step(self._file, range(self._world.restart_count)) - step)
+
+    # Taking.
+
+    def _at_draw(self, loop: Loop, loader: Any) -> None:
+        """A loop is about to draw a batch, or to end."""
+        if not torch.is_grad_enabled():
+            return
+        if threading.get_ident() != self._thread:
+            say_once("no snapshot is taken where another thread than that of the steps draws the batches")
+            return
+        step, is_first = self._count(), loop.num_batches == 0
+        if self._leader is None:
+            if is_first:
+                self._drawn.append((loop, ref(loader)))
+            if step == self._step:
+                return
+            self._leader = next((of for each, of in self._drawn if each.is_open), ref(loader))
+            self._drawn.clear()
+        if loader is not self._leader():
+            self._look_at_other(loop, step)
+            return
+        before, self._loop = self._loop, loop
+        # It is not known whether the lines behind a loop that was left have run.
+        is_behind_epoch = is_first and before is not None and before.is_exhausted
+        is_due = is_behind_epoch or (not is_first and step - self._step >= self._every)
+        if not is_due or not self._steps.begins_step():
+            return
+        if loop.lags:
+            raise RuntimeError(
+                f"snapshot_every={self._every}: a loop draws batches before the steps on those that it has drawn, "
+                "which a snapshot would leave out; draw each batch after optimizer.step(), or leave out snapshot_every"
+            )
+        self.take()
+
+    def _look_at_other(self, loop: Loop, step: int) -> None:
+        """Say, once, that a loop trains whose place in the script is unknown."""
+        is_behind = self._loop is not None and not self._loop.is_open and step - self._step >= 2 * self._every
+        if is_behind and loop.last is not None and loop.last.is_used and self._world.rank == 0:
+            say_once(
+                f"no snapshot is taken in the loop over another loader than the one of the first step: {step} steps "
+                f"are taken, and the last snapshot is of step {self._step}; save_state() there, where load_state() can "
+                "continue"
+            )
+
+    def take(self) -> None:
+        """Copy the state of this rank, as it is now."""
+        world, (objects, facts, step) = self._world, self._describe()
+        content = {
+            "kinds": kinds_of(objects),
+            "own": {"states": own_states(objects), "generators": generator_states(world), "extra": facts},
+            "kept": kept_states(objects),
+            "parts": divided_states(objects, self._own_share),
+            # On every rank: it may be a collective.
+            "others": {name: each.state_dict() for name, each in objects.items() if kind_of(name, each) == "state"},
+        }
+        if self._number == 0:
+            self._check_first(content)
+        if world.local_rank:
+            del content["others"]
+        self._writer.write(self._number, step, world.rank, world.world_size, content)
+        if self._number == 1 and world.local_rank == 0:
+            free_others(self._file, world.restart_count)  # all ranks have the first of this attempt
+        self._number, self._step = self._number + 1, step
+
+    def _own_share(self, each: Any, whole: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """This rank's share of what all ranks have alike: parameters, and their states. Buffers may differ."""
+        rank, ranks = self._world.local_rank, self._world.local_world_size
+        if ranks == 1:
+            return whole
+        module = user_module(each) if isinstance(each, nn.Module) else None
+        buffers = () if module is None else {plain_name(module, name) for name, _ in module.named_buffers()}
+        alike = {key: one.nbytes for key, one in whole.items() if isinstance(one, torch.Tensor) and key not in buffers}
+        total, at, kept = sum(alike.values()) or 1, 0, {}
+        for key, value in whole.items():
+            if (at * ranks // total if key in alike else 0) == rank:
+                kept[key] = value
+            at += alike.get(key, 0)
+        return kept
+
+    def _check_first(self, content: Mapping[str, Any]) -> None:
+        """Check what can be known at the first one."""
+        world = self._world
+        if not self._has_loaded and self.newest() is not None:
+            raise RuntimeError(
+                "this run was restarted, and has begun anew, although a snapshot is there; call "
+                "accelerator.load_state(must_exist=False) before the first step, which continues from it"
+            )
+        for name, each in {**content["parts"], **content["others"]}.items():
+            as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
+        needed = packed_size(content) * _SLOTS * world.local_world_size
+        if needed > (left := memory_left()):
+            raise MemoryError(
+                f"snapshot_every={self._every} needs {needed / 2**20:,.0f} MiB of main memory on this machine, for "
+                f"{_SLOTS} copies of the state, and {left / 2**20:,.0f} MiB are left; leave it out, and call "
+                "save_state(is_async=True) now and then"
+            )
+        if world.rank == 0:
+            print(
+                f"snapshots: every {self._every} steps, in {needed / 2**20:,.1f} MiB of each machine's memory",
+                file=sys.stderr,
+            )
+
+
+def _open_memory(world: World) -> int:
+    """A descriptor of the launcher's memory; of one of this process, if nothing has started it that would start it
+    again."""
+    place = world.state.snapshot_memory
+    if place:
+        return os.open(place, os.O_RDWR | os.O_CLOEXEC)
+    made = create_memory() if world.world_size == 1 else None
+    if made is None:
+        raise ValueError(
+            "snapshot_every is for the ranks that `unisono run` or spawn() has started on Linux, as processes: their "
+            "launcher holds the memory that outlives them; leave it out here"
+        )
+    return made
+
+
+def _contents_of(parts: Sequence[tuple[Snapshot, Mapping[str, Any]]]) -> Contents:
+    """A snapshot, from the parts of all ranks, in the form of a checkpoint's contents."""
+    (snapshot, first), contents = parts[0], [content for _, content in parts]
+    states = {name: joined_state([each["parts"][name] for each in contents]) for name in first["parts"]}
+    return Contents(
+        path=MEMORY,
+        manifest=Manifest(snapshot.step, None, snapshot.world_size, first["kinds"], snapshot.created),
+        kinds=first["kinds"],
+        states={**states, **first["others"]},
+        ranks=[each["own"] for each in contents],
+        held=None,
+        kept=[each["kept"] for each in contents] if first["kept"] else None,
+    )
