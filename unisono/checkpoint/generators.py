@@ -11,6 +11,7 @@ import logging
 import random
 import sys
 import zlib
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def generator_states(world: World) -> dict[str, Any]:
     """The states of this rank's generators, as plain data."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "python": [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss],
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")

@@ -27,7 +27,6 @@ from unisono.training.prepared.step_checks import engines_of
 from unisono.training.strategies.sharded import cut_of, is_distributed, is_first
 from unisono.training.strategies.states import (
     by_parameter,
-    groups_of,
     load_model_state,
     load_optimizer_state,
     model_parts,
@@ -37,7 +36,7 @@ from unisono.training.strategies.states import (
     optimizer_state,
     plain_name,
 )
-from unisono.training.strategies.zero1 import is_divided
+from unisono.training.strategies.zero1 import is_divided, numbered
 from unisono.world import World
 
 Objects = Mapping[str, Any]
@@ -147,7 +146,7 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
 def divided_states(
     objects: Objects, keep: Callable[[Any, Mapping[Any, Any]], Mapping[Any, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """This rank's part of the states of models and optimizers: of each its "names", or its "groups"; "values" that are
+    """This rank's part of the states of models and optimizers, not copied: of each its "names", or its "groups"; "values" that are
     whole; and "cuts" of sharded tensors: the shape of the whole, where the cut begins in it, and the cut.
 
     Args:
@@ -161,7 +160,7 @@ def divided_states(
             found: dict[Any, Any] = model_parts(module)
             part: dict[str, Any] = {"names": list(found)}
         elif kind == "optimizer":
-            found, part = optimizer_parts(each), {"groups": groups_of(each)}
+            found, part = optimizer_parts(each), {"groups": numbered(each.param_groups)}
         else:
             continue
         whole = {key: value for key, value in found.items() if not is_distributed(value)}

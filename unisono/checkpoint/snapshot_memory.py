@@ -34,7 +34,7 @@ _ATTEMPT = _OF_RANK * 256
 _ATTEMPTS = SIZE // _ATTEMPT  # then their regions are used again
 _PAGE = 4096
 _ALIGNED = 64  # bytes: tensors that begin there are copied fast
-_HEADER = struct.Struct("<8sqqqqqdqqq")  # the word, then the fields of `Snapshot` and `_Sizes`
+_HEADER = struct.Struct("<8sqqqqqdqqqq")  # the word, then the fields of `Snapshot` and `_Ends`
 _WORD = b"unisnap1"
 _STEP = struct.Struct("<qq")
 _SMALL = 1 << 16  # bytes
@@ -60,12 +60,67 @@ class Snapshot(NamedTuple):
     created: float
 
 
-class _Sizes(NamedTuple):
-    """The bytes of the tensors, and of the rest; the checksum of both."""
+class Content(NamedTuple):
+    """What a rank leaves: dense tensors, with what they are, which hardly ever changes; and the rest, tensors nested in
+    anything that can be pickled."""
+
+    keys: Any
+    tensors: list[torch.Tensor]
+    rest: Any
+
+
+class _Ends(NamedTuple):
+    """Where the tensors, the keys and the rest end, and the checksum of the last two. That of tensors would take half as
+    long as the copy; they are whole, since they are written before."""
 
     tensors: int
+    keys: int
     rest: int
     checksum: int
+
+
+class _Layout:
+    """Where tensors go, one after another; and what they are, pickled."""
+
+    def __init__(self, keys: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self.keys = keys
+        self.places, self.end = list[tuple[int, torch.dtype, torch.Size]](), 0
+        for each in tensors:
+            self.places.append((self.end, each.dtype, each.shape))
+            self.end += -(-each.nbytes // _ALIGNED) * _ALIGNED
+        self.pickled = pickle.dumps((keys, self.places), pickle.HIGHEST_PROTOCOL)
+
+    def fits(self, keys: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it is that of these tensors."""
+        alike = zip(self.places, tensors, strict=False)
+        is_alike = len(self.places) == len(tensors) and self.keys == keys
+        return is_alike and all(place[1] is each.dtype and place[2] == each.shape for place, each in alike)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles everything but plain dense tensors, for which it leaves their numbers in a list."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._tensors = tensors
+
+    def persistent_id(self, each: Any) -> Any:
+        if type(each) not in _PLAIN or each.layout is not torch.strided or each.is_quantized:
+            return None
+        self._tensors.append(each)
+        return len(self._tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what a `_Pickler` has written."""
+
+    def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        found = self._tensors[number]
+        return found.clone() if found.nbytes <= _SMALL else found  # a generator takes no state that is a view
 
 
 class SlotWriter:
@@ -79,54 +134,54 @@ class SlotWriter:
     def __init__(self, file: int, attempt: int, local_rank: int, slots: int) -> None:
         self._file, self._slots, self._attempt = file, slots, attempt
         self._at = _ATTEMPT * (attempt % _ATTEMPTS) + _OF_RANK * local_rank
-        self._memory: list[tuple[mmap.mmap, torch.Tensor] | None] = [None] * slots
-        self._views: list[tuple[Sequence[Any], list[torch.Tensor]]] = [((), [])] * slots
+        self._layout = _Layout(None, [])
+        self._memory: list[mmap.mmap | None] = [None] * slots
+        self._views: list[tuple[_Layout | None, list[torch.Tensor]]] = [(None, [])] * slots
         self._step = mmap.mmap(file, _PAGE, offset=self._at + _REGION * MOST_SLOTS)
 
     def note_step(self, step: int) -> None:
         """Note how many steps are taken."""
         _STEP.pack_into(self._step, 0, self._attempt, step)
 
-    def write(self, number: int, step: int, rank: int, world_size: int, content: Any) -> int:
-        """Copy the content: tensors, nested in anything that can be pickled. Returns the bytes that it takes."""
-        file = io.BytesIO()
-        packer = _Packer(file)
-        packer.dump(content)
-        slot, rest = number % self._slots, file.getvalue()
-        end = _PAGE + packer.end
-        memory, words = self._reserved(slot, end + len(rest))
+    def write(self, number: int, step: int, rank: int, world_size: int, content: Content) -> None:
+        """Copy the content."""
+        tensors, rest = _pickle(content)
+        if not self._layout.fits(content.keys, tensors):
+            self._layout = _Layout(content.keys, tensors)
+        slot, layout = number % self._slots, self._layout
+        begin = _PAGE + layout.end
+        middle, end = begin + len(layout.pickled), begin + len(layout.pickled) + len(rest)
+        memory = self._reserved(slot, end)
         memory[: len(_WORD)] = bytes(len(_WORD))  # no snapshot, until the end of this function
-        tensors = words[_PAGE:end]
-        if self._views[slot][0] != packer.places:
-            self._views[slot] = packer.places, [_view(tensors, *place) for place in packer.places]
+        if self._views[slot][0] is not layout:
+            words = _tensor_of(memory)[_PAGE:]
+            self._views[slot] = layout, [_view(words, *place) for place in layout.places]
         with torch.no_grad():
-            for view, each in zip(self._views[slot][1], packer.tensors, strict=True):
+            for view, each in zip(self._views[slot][1], tensors, strict=True):
                 view.copy_(each)
-        memory[end : end + len(rest)] = rest
+        memory[begin:end] = layout.pickled + rest
         snapshot = Snapshot(self._attempt, number, step, rank, world_size, time.time())
-        fields = _HEADER.pack(_WORD, *snapshot, *_Sizes(packer.end, len(rest), _checksum(tensors, rest)))
+        fields = _HEADER.pack(_WORD, *snapshot, *_Ends(begin, middle, end, zlib.crc32(memory[begin:end])))
         memory[len(_WORD) : len(fields)] = fields[len(_WORD) :]
         memory[: len(_WORD)] = _WORD
-        return end + len(rest)
 
-    def _reserved(self, slot: int, size: int) -> tuple[mmap.mmap, torch.Tensor]:
+    def _reserved(self, slot: int, size: int) -> mmap.mmap:
         """The memory of a slot, of at least that size."""
         memory = self._memory[slot]
-        if memory is None or len(memory[0]) < size:
-            self._views[slot] = (), []
-            memory = self._memory[slot] = _map(self._file, self._at + _REGION * slot, size + size // 8)
+        if memory is None or len(memory) < size:
+            self._views[slot] = None, []
+            memory = self._memory[slot] = mmap.mmap(self._file, size + size // 8, offset=self._at + _REGION * slot)
         return memory
 
 
-def packed_size(content: Any) -> int:
+def size_of(content: Content) -> int:
     """The bytes that a snapshot of the content takes."""
-    file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(content)
-    return _PAGE + packer.end + file.tell()
+    tensors, rest = _pickle(content)
+    layout = _Layout(content.keys, tensors)
+    return _PAGE + layout.end + len(layout.pickled) + len(rest)
 
 
-def read_snapshots(file: int, attempts: range) -> Iterator[list[tuple[Snapshot, Any]]]:
+def read_snapshots(file: int, attempts: range) -> Iterator[list[tuple[Snapshot, Content]]]:
     """The complete snapshots of these attempts, the newest first: of each rank its part, and the content, whose tensors
     are views of the memory."""
     found: dict[tuple[int, int], dict[int, tuple[Snapshot, int]]] = {}
@@ -139,9 +194,10 @@ def read_snapshots(file: int, attempts: range) -> Iterator[list[tuple[Snapshot, 
     for _, parts in sorted(found.items(), reverse=True):
         size = next(iter(parts.values()))[0].world_size
         if len(parts) == size:
-            contents = [(parts[rank][0], _read(file, parts[rank][1])) for rank in range(size)]
-            if all(content is not None for _, content in contents):
-                yield contents
+            read = [(snapshot, _read(file, at)) for _, (snapshot, at) in sorted(parts.items())]
+            whole = [(snapshot, content) for snapshot, content in read if content is not None]
+            if len(whole) == size:
+                yield whole
 
 
 def last_step(file: int, attempts: range) -> int:
@@ -159,45 +215,23 @@ def free_others(file: int, attempt: int) -> None:
                 region.madvise(mmap.MADV_REMOVE)
 
 
-class _Packer(pickle.Pickler):
-    """Pickles everything but plain tensors, to which it gives places."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self.places: list[tuple[int, torch.dtype, torch.Size]] = []
-        self.end = 0
-
-    def persistent_id(self, obj: Any) -> Any:
-        if type(obj) not in _PLAIN or obj.layout is not torch.strided or obj.is_quantized:
-            return None
-        place = self.end, obj.dtype, obj.shape
-        self.tensors.append(obj)
-        self.places.append(place)
-        self.end += -(-obj.numel() * obj.element_size() // _ALIGNED) * _ALIGNED
-        return place
+def _pickle(content: Content) -> tuple[list[torch.Tensor], bytes]:
+    """All tensors of the content, its own first; and the rest without them."""
+    file, tensors = io.BytesIO(), [*content.tensors]
+    _Pickler(file, tensors).dump((len(tensors), content.rest))
+    return tensors, file.getvalue()
 
 
-class _Unpacker(pickle.Unpickler):
-    """Reads what a `_Packer` has written."""
-
-    def __init__(self, data: bytes, tensors: torch.Tensor) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors = tensors
-
-    def persistent_load(self, place: Any) -> torch.Tensor:
-        found = _view(self._tensors, *place)
-        # A generator takes no state that is part of other memory.
-        return found.clone() if found.nbytes <= _SMALL else found
-
-
-def _read(file: int, at: int) -> Any:
+def _read(file: int, at: int) -> Content | None:
     """The content of a region; None if its checksum differs."""
-    sizes = _Sizes(*_HEADER.unpack(os.pread(file, _HEADER.size, at))[7:])
-    end = _PAGE + sizes.tensors
-    memory, words = _map(file, at, end + sizes.rest)
-    rest = memory[end : end + sizes.rest]
-    return _Unpacker(rest, words[_PAGE:end]).load() if _checksum(words[_PAGE:end], rest) == sizes.checksum else None
+    tensors, keys, rest, checksum = _HEADER.unpack(os.pread(file, _HEADER.size, at))[7:]
+    memory = mmap.mmap(file, rest, offset=at)
+    if zlib.crc32(memory[tensors:rest]) != checksum:
+        return None
+    words, (of, places) = _tensor_of(memory)[_PAGE:], pickle.loads(memory[tensors:keys])
+    found = [_view(words, *place) for place in places]
+    count, others = _Unpickler(memory[keys:rest], found).load()
+    return Content(of, found[:count], others)
 
 
 def _regions(file: int) -> list[int]:
@@ -215,17 +249,10 @@ def _is_of_steps(at: int) -> bool:
     return at % _OF_RANK == _REGION * MOST_SLOTS
 
 
-def _map(file: int, at: int, size: int) -> tuple[mmap.mmap, torch.Tensor]:
-    memory = mmap.mmap(file, size, offset=at)
-    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+def _tensor_of(memory: mmap.mmap) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _view(memory: torch.Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     size = shape.numel() * dtype.itemsize
     return memory[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
-
-
-def _checksum(tensors: torch.Tensor, rest: bytes) -> int:
-    """A sum of words, which takes no longer than to read them: what was copied in part has another one."""
-    words = int(tensors.view(torch.int64).sum()) if len(tensors) else 0
-    return zlib.crc32(rest, words & 0xFFFFFFFF)

@@ -39,12 +39,13 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.serialization import as_plain
 from unisono.checkpoint.snapshot_memory import (
+    Content,
     SlotWriter,
     Snapshot,
     free_others,
     last_step,
-    packed_size,
     read_snapshots,
+    size_of,
 )
 from unisono.deliveries import Loop
 from unisono.launch.held_memory import create_memory
@@ -86,6 +87,7 @@ class Snapshots:
         self._writer = SlotWriter(self._file, world.restart_count, world.local_rank, _SLOTS)
         self._thread = threading.get_ident()
         self._number = 0
+        self._generators: dict[str, Any] | None = None
         self._has_loaded = world.restart_count == 0
         self._restart(0)
         world.state.deliveries.at_draw = self._at_draw
@@ -163,18 +165,20 @@ class Snapshots:
     def take(self) -> None:
         """Copy the state of this rank, as it is now."""
         world, (objects, facts, step) = self._world, self._describe()
-        content = {
-            "kinds": kinds_of(objects),
-            "own": {"states": own_states(objects), "generators": generator_states(world), "extra": facts},
-            "kept": kept_states(objects),
-            "parts": divided_states(objects, self._own_share),
-            # On every rank: it may be a collective.
-            "others": {name: each.state_dict() for name, each in objects.items() if kind_of(name, each) == "state"},
-        }
+        # Where each batch seeds them, a draw is next, and does.
+        if self._generators is None or not world.state.seeds_batches:
+            self._generators = generator_states(world)
+        parts = divided_states(objects, self._own_share)
+        # On every rank: it may be a collective.
+        others = {name: each.state_dict() for name, each in objects.items() if kind_of(name, each) == "state"}
+        if self._number == 0:
+            for name, each in {**parts, **others}.items():
+                as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
+        own = {"states": own_states(objects), "generators": self._generators, "extra": facts}
+        rest = {"kinds": kinds_of(objects), "own": own, "kept": kept_states(objects)}
+        content = _packed(parts, {**rest, "others": {} if world.local_rank else others})
         if self._number == 0:
             self._check_first(content)
-        if world.local_rank:
-            del content["others"]
         self._writer.write(self._number, step, world.rank, world.world_size, content)
         if self._number == 1 and world.local_rank == 0:
             free_others(self._file, world.restart_count)  # all ranks have the first of this attempt
@@ -195,17 +199,15 @@ class Snapshots:
             at += alike.get(key, 0)
         return kept
 
-    def _check_first(self, content: Mapping[str, Any]) -> None:
-        """Check what can be known at the first one."""
+    def _check_first(self, content: Content) -> None:
+        """Check that it is not taken of a run that has begun anew, and that memory is left for all of them."""
         world = self._world
         if not self._has_loaded and self.newest() is not None:
             raise RuntimeError(
                 "this run was restarted, and has begun anew, although a snapshot is there; call "
                 "accelerator.load_state(must_exist=False) before the first step, which continues from it"
             )
-        for name, each in {**content["parts"], **content["others"]}.items():
-            as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
-        needed = packed_size(content) * _SLOTS * world.local_world_size
+        needed = size_of(content) * _SLOTS * world.local_world_size
         if needed > (left := memory_left()):
             raise MemoryError(
                 f"snapshot_every={self._every} needs {needed / 2**20:,.0f} MiB of main memory on this machine, for "
@@ -234,16 +236,56 @@ def _open_memory(world: World) -> int:
     return made
 
 
-def _contents_of(parts: Sequence[tuple[Snapshot, Mapping[str, Any]]]) -> Contents:
+def _packed(parts: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any]) -> Content:
+    """The parts of `divided_states`, and the rest."""
+    keys: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    values: dict[tuple[str, Any], Any] = {}
+    for name, part in parts.items():
+        for key, value in part["values"].items():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                keys.append((name, key, None))
+                tensors.append(value)
+            else:
+                values[name, key] = value
+        for key, (shape, offsets, cut) in part["cuts"].items():
+            keys.append((name, key, (shape, offsets)))
+            tensors.append(cut)
+    names = {name: part.get("names") for name, part in parts.items()}
+    groups = {name: part.get("groups") for name, part in parts.items()}
+    return Content((names, keys), tensors, {**rest, "groups": groups, "values": values})
+
+
+def _parts_of(content: Content) -> dict[str, dict[str, Any]]:
+    """The parts again."""
+    (names, keys), tensors, rest = content
+    parts: dict[str, dict[str, Any]] = {
+        name: {"names": names[name]} if groups is None else {"groups": groups}
+        for name, groups in rest["groups"].items()
+    }
+    for part in parts.values():
+        part["values"], part["cuts"] = {}, {}
+    for (name, key), value in rest["values"].items():
+        parts[name]["values"][key] = value
+    for (name, key, cut), tensor in zip(keys, tensors, strict=True):
+        if cut is None:
+            parts[name]["values"][key] = tensor
+        else:
+            parts[name]["cuts"][key] = (*cut, tensor)
+    return parts
+
+
+def _contents_of(taken: Sequence[tuple[Snapshot, Content]]) -> Contents:
     """A snapshot, from the parts of all ranks, in the form of a checkpoint's contents."""
-    (snapshot, first), contents = parts[0], [content for _, content in parts]
-    states = {name: joined_state([each["parts"][name] for each in contents]) for name in first["parts"]}
+    snapshot, rests = taken[0][0], [content.rest for _, content in taken]
+    parts, first = [_parts_of(content) for _, content in taken], rests[0]
+    states = {name: joined_state([each[name] for each in parts]) for name in parts[0]}
     return Contents(
         path=MEMORY,
         manifest=Manifest(snapshot.step, None, snapshot.world_size, first["kinds"], snapshot.created),
         kinds=first["kinds"],
         states={**states, **first["others"]},
-        ranks=[each["own"] for each in contents],
+        ranks=[each["own"] for each in rests],
         held=None,
-        kept=[each["kept"] for each in contents] if first["kept"] else None,
+        kept=[each["kept"] for each in rests] if first["kept"] else None,
     )

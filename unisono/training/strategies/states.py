@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ from unisono.world import World, current_world
 K = TypeVar("K", bound=Hashable)
 Copy = Callable[[torch.Tensor], torch.Tensor]
 """A function that copies a tensor to main memory."""
+
+
+_plain_names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 class Elsewhere(dict[str, Any]):
@@ -139,7 +143,11 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def model_parts(model: nn.Module) -> dict[str, Any]:
     """What this rank has of a plain state, whole tensors and shards."""
-    return {plain_name(model, name): value for name, value in model.state_dict().items()}
+    known = _plain_names.setdefault(model, {})
+    return {
+        known.get(name) or known.setdefault(name, plain_name(model, name)): value
+        for name, value in model.state_dict().items()
+    }
 
 
 def optimizer_parts(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
