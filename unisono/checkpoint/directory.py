@@ -161,6 +161,11 @@ class Place:
         return cls(root / f"checkpoint_{number}", root, keep)
 
 
+def next_place(root: Folder, keep: int | None) -> Place:
+    """The place of the next numbered checkpoint."""
+    return Place.numbered(root, max((number for number, _ in numbered_in(root)), default=-1) + 1, keep)
+
+
 def choose_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
     """Where the checkpoint goes; None if the existing one has at least that score, or `score` is NaN. FileExistsError
     if the folder, whose contents would be replaced, holds anything but a checkpoint."""

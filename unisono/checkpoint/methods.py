@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.contents import write_state
-from unisono.checkpoint.directory import CHECKPOINTS, Place, numbered_in
+from unisono.checkpoint.directory import CHECKPOINTS, Place, next_place
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of, meet, user_module
@@ -66,6 +66,7 @@ class PreparedStates:
         self.save_hooks, self.load_hooks = Hooks(), Hooks()
         self._saver = Saver(steps.world)
         self._snapshots: Snapshots | None = None
+        self._home: tuple[str, int | None] | None = None  # where this script looks for a checkpoint to continue from
 
     def keep_snapshots(self, every: int) -> None:
         """From now on, take a snapshot every so many steps."""
@@ -80,7 +81,7 @@ class PreparedStates:
         if self._snapshots is not None:
             for stepper in self._prepared.steppers():
                 stepper.note_taken = self._snapshots.note_step
-        return Described(self._named_objects(), self._facts(None), self._num_steps())
+        return Described(self._named_objects(), self._facts(None), self._num_steps(), self._home)
 
     def _facts(self, claims: Any) -> dict[str, Any]:
         """What a checkpoint knows of this rank besides the objects."""
@@ -120,6 +121,9 @@ class PreparedStates:
         if (replay := replay_of(self._steps.world)) is not None:
             folder = folder_at(replay.place_to_load(str(folder)))
         choose = self._run_load_hooks if self.load_hooks else None
+        if directory is None:
+            place = self._root.location
+            self._home = os.path.abspath(place) if isinstance(place, Path) else place, self._limit
         in_memory = None if self._snapshots is None else self._snapshots.newest
         restored = self._saver.load(folder, self._named_objects(), must_exist, choose, in_memory)
         if self._snapshots is not None:
@@ -248,8 +252,7 @@ class PreparedStates:
         return named if self._scaler is None else {**named, "scaler": self._scaler}
 
     def _next_place(self) -> Place:
-        number = max((number for number, _ in numbered_in(self._root)), default=-1) + 1
-        return Place.numbered(self._root, number, self._limit)
+        return next_place(self._root, self._limit)
 
 
 class CheckpointMethods:

@@ -146,8 +146,8 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
 def divided_states(
     objects: Objects, keep: Callable[[Any, Mapping[Any, Any]], Mapping[Any, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """This rank's part of the states of models and optimizers, not copied: of each its "names", or its "groups"; "values" that are
-    whole; and "cuts" of sharded tensors: the shape of the whole, where the cut begins in it, and the cut.
+    """This rank's part of the states of models and optimizers, not copied: of each its "names", or its "groups";
+    "values" that are whole; and "cuts" of sharded tensors: the shape of the whole, where the cut begins, and the cut.
 
     Args:
         keep: which of the whole values of a model or an optimizer are in this rank's part, if others have them, too.

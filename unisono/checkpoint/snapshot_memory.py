@@ -17,7 +17,7 @@ import pickle
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from torch import nn
 from unisono.launch.held_memory import SIZE
 
 MOST_SLOTS = 7
+ALL = range(1 << 62)
+"""All attempts."""
 
 _REGION = 1 << 38  # bytes
 _OF_RANK = _REGION * (MOST_SLOTS + 1)  # the last one has the number of steps taken
@@ -70,8 +72,8 @@ class Content(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Where the tensors, the keys and the rest end, and the checksum of the last two. That of tensors would take half as
-    long as the copy; they are whole, since they are written before."""
+    """Where the tensors, the keys and the rest end, and the checksum of the last two. That of tensors would take half
+    as long as the copy; they are whole, since they are written before."""
 
     tensors: int
     keys: int
@@ -181,7 +183,7 @@ def size_of(content: Content) -> int:
     return _PAGE + layout.end + len(layout.pickled) + len(rest)
 
 
-def read_snapshots(file: int, attempts: range) -> Iterator[list[tuple[Snapshot, Content]]]:
+def read_snapshots(file: int, attempts: Container[int] = ALL) -> Iterator[list[tuple[Snapshot, Content]]]:
     """The complete snapshots of these attempts, the newest first: of each rank its part, and the content, whose tensors
     are views of the memory."""
     found: dict[tuple[int, int], dict[int, tuple[Snapshot, int]]] = {}

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -25,12 +25,10 @@ import torch
 from torch import nn
 
 from unisono.checkpoint.contents import Contents
-from unisono.checkpoint.directory import Manifest
 from unisono.checkpoint.generators import generator_states
 from unisono.checkpoint.objects import (
     Objects,
     divided_states,
-    joined_state,
     kept_states,
     kind_of,
     kinds_of,
@@ -38,10 +36,10 @@ from unisono.checkpoint.objects import (
     user_module,
 )
 from unisono.checkpoint.serialization import as_plain
+from unisono.checkpoint.snapshot_contents import contents_of, packed
 from unisono.checkpoint.snapshot_memory import (
     Content,
     SlotWriter,
-    Snapshot,
     free_others,
     last_step,
     read_snapshots,
@@ -57,18 +55,17 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-MEMORY = "memory"
-"""Where a state comes from that was not on disk."""
-
 _SLOTS = 2  # a rank that dies while it writes one leaves the other
 
 
 class Described(NamedTuple):
-    """What a checkpoint would hold now: the objects, the facts of this rank, and the optimizer steps taken."""
+    """What a checkpoint would hold now: the objects, the facts of this rank, the optimizer steps taken; and where the
+    launcher saves it if the run fails, with the number of checkpoints to keep there: None, if nothing would load it."""
 
     objects: Objects
     facts: Mapping[str, Any]
     step: int
+    home: tuple[str, int | None] | None
 
 
 class Snapshots:
@@ -113,7 +110,7 @@ class Snapshots:
         """What the attempts before this one have left last; None if there is nothing, or this one has begun."""
         if self._number or self._count() != self._step:
             return None
-        return next(map(_contents_of, read_snapshots(self._file, range(self._world.restart_count))), None)
+        return next(map(contents_of, read_snapshots(self._file, range(self._world.restart_count))), None)
 
     def num_lost(self, step: int) -> int:
         """How many steps the attempts before this one had taken after that one."""
@@ -164,7 +161,7 @@ class Snapshots:
 
     def take(self) -> None:
         """Copy the state of this rank, as it is now."""
-        world, (objects, facts, step) = self._world, self._describe()
+        world, (objects, facts, step, home) = self._world, self._describe()
         # Where each batch seeds them, a draw is next, and does.
         if self._generators is None or not world.state.seeds_batches:
             self._generators = generator_states(world)
@@ -175,8 +172,8 @@ class Snapshots:
             for name, each in {**parts, **others}.items():
                 as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
         own = {"states": own_states(objects), "generators": self._generators, "extra": facts}
-        rest = {"kinds": kinds_of(objects), "own": own, "kept": kept_states(objects)}
-        content = _packed(parts, {**rest, "others": {} if world.local_rank else others})
+        rest = {"kinds": kinds_of(objects), "own": own, "kept": kept_states(objects), "home": home}
+        content = packed(parts, {**rest, "others": {} if world.local_rank else others})
         if self._number == 0:
             self._check_first(content)
         self._writer.write(self._number, step, world.rank, world.world_size, content)
@@ -234,58 +231,3 @@ def _open_memory(world: World) -> int:
             "launcher holds the memory that outlives them; leave it out here"
         )
     return made
-
-
-def _packed(parts: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any]) -> Content:
-    """The parts of `divided_states`, and the rest."""
-    keys: list[Any] = []
-    tensors: list[torch.Tensor] = []
-    values: dict[tuple[str, Any], Any] = {}
-    for name, part in parts.items():
-        for key, value in part["values"].items():
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                keys.append((name, key, None))
-                tensors.append(value)
-            else:
-                values[name, key] = value
-        for key, (shape, offsets, cut) in part["cuts"].items():
-            keys.append((name, key, (shape, offsets)))
-            tensors.append(cut)
-    names = {name: part.get("names") for name, part in parts.items()}
-    groups = {name: part.get("groups") for name, part in parts.items()}
-    return Content((names, keys), tensors, {**rest, "groups": groups, "values": values})
-
-
-def _parts_of(content: Content) -> dict[str, dict[str, Any]]:
-    """The parts again."""
-    (names, keys), tensors, rest = content
-    parts: dict[str, dict[str, Any]] = {
-        name: {"names": names[name]} if groups is None else {"groups": groups}
-        for name, groups in rest["groups"].items()
-    }
-    for part in parts.values():
-        part["values"], part["cuts"] = {}, {}
-    for (name, key), value in rest["values"].items():
-        parts[name]["values"][key] = value
-    for (name, key, cut), tensor in zip(keys, tensors, strict=True):
-        if cut is None:
-            parts[name]["values"][key] = tensor
-        else:
-            parts[name]["cuts"][key] = (*cut, tensor)
-    return parts
-
-
-def _contents_of(taken: Sequence[tuple[Snapshot, Content]]) -> Contents:
-    """A snapshot, from the parts of all ranks, in the form of a checkpoint's contents."""
-    snapshot, rests = taken[0][0], [content.rest for _, content in taken]
-    parts, first = [_parts_of(content) for _, content in taken], rests[0]
-    states = {name: joined_state([each[name] for each in parts]) for name in parts[0]}
-    return Contents(
-        path=MEMORY,
-        manifest=Manifest(snapshot.step, None, snapshot.world_size, first["kinds"], snapshot.created),
-        kinds=first["kinds"],
-        states={**states, **first["others"]},
-        ranks=[each["own"] for each in rests],
-        held=None,
-        kept=[each["kept"] for each in rests] if first["kept"] else None,
-    )

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
 from unisono.launch.group import Group
-from unisono.launch.held_memory import held_memory
+from unisono.launch.held_memory import held_memory, save_snapshot
 from unisono.launch.job import Job, rendezvous
 from unisono.launch.messages import add_limit_note
 from unisono.launch.watching.log_directory import log_file, make_log_directory
@@ -182,7 +182,10 @@ class Supervisor:
                 if restart_count == self._options.max_restarts or not self.may_restart(verdict.error):
                     break
                 tell_restart(verdict, restart_count + 1, self._options.max_restarts)
-        return self._as_asked(verdict)
+            verdict = self._as_asked(verdict)
+            if verdict.error is not None and memory == self._job.snapshot_memory:
+                save_snapshot(memory)
+        return verdict
 
     def _record_failures(self, verdict: Outcome[list[Any]]) -> None:
         """Append what ended the ranks to their logs, which contain only what they wrote themselves."""
