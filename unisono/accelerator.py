@@ -111,6 +111,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         snapshot_every: after how many optimizer steps the state is copied into memory that outlives the workers, from
             which `load_state` continues in a restarted group (docs/fault_tolerance.md). None: as `unisono run
             --snapshot-every` or spawn(snapshot_every=) say; without them, never.
+        snapshots: how many of them are kept, for `rewind()`, besides the one that is being taken.
         world: None uses the current one. A process that torchrun, SLURM, Kubernetes or mpirun has started beside others
             joins them first, by `join_world()`.
 
@@ -147,6 +148,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         project_dir: str | os.PathLike[str] | None = None,
         total_limit: int | None = None,
         snapshot_every: int | None = None,
+        snapshots: int = 1,
         world: World | None = None,
     ) -> None:
         # What needs no device is checked before `world_on` starts to use one.
@@ -198,8 +200,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
         every = self.world.state.snapshot_every if snapshot_every is None else snapshot_every
         if every is not None:
-            check_snapshots(every, self.world, options)
-            self._states.keep_snapshots(every)
+            check_snapshots(every, snapshots, self.world, options)
+            self._states.keep_snapshots(every, snapshots)
 
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, parameters, optimizers, loaders, schedulers, lists of them and None.

@@ -162,7 +162,7 @@ class Deliveries:
 
     Attributes:
         evaluations: those without gradients.
-        at_draw: called with a loop, and the loader that it is over, before it draws its next batch, or ends.
+        at_draw: called with a loop, and its iterator, before it draws its next batch, or ends.
     """
 
     def __init__(self) -> None:

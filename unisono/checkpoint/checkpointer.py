@@ -12,9 +12,11 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from unisono.arguments import check_integer
+from unisono.checkpoint.contents import read_contents
 from unisono.checkpoint.directory import Place
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.objects import kinds_of
@@ -101,7 +103,7 @@ class Checkpointer:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
         """
         folder = self._directory if path is None else folder_at(path)
-        restored = self._saver.load(folder, self._objects, must_exist)
+        restored = self._saver.load(partial(read_contents, folder), self._objects, must_exist)
         if restored is None:
             return None
         self.num_steps = restored.loaded.step
@@ -152,7 +154,7 @@ def load(
         must_exist: whether a missing checkpoint is an error; if False, None is returned.
         objects: under the names by which they were saved.
     """
-    restored = Saver(world or current_world()).load(folder_at(path), objects, must_exist)
+    restored = Saver(world or current_world()).load(partial(read_contents, folder_at(path)), objects, must_exist)
     return None if restored is None else restored.loaded
 
 

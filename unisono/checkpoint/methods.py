@@ -12,19 +12,21 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from unisono.arguments import check_integer
 from unisono.checkpoint.checkpointer import check_count
-from unisono.checkpoint.contents import write_state
+from unisono.checkpoint.contents import Contents, read_newest, write_state
 from unisono.checkpoint.directory import CHECKPOINTS, Place, next_place
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
-from unisono.checkpoint.objects import kind_of, meet, user_module
-from unisono.checkpoint.saver import Loaded, Saver, agree_on
+from unisono.checkpoint.objects import OF_EACH_RANK, kind_of, meet, user_module
+from unisono.checkpoint.saver import Loaded, Restored, Saver, agree_on
 from unisono.checkpoint.snapshots import Described, Snapshots
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
@@ -68,9 +70,9 @@ class PreparedStates:
         self._snapshots: Snapshots | None = None
         self._home: tuple[str, int | None] | None = None  # where this script looks for a checkpoint to continue from
 
-    def keep_snapshots(self, every: int) -> None:
-        """From now on, take a snapshot every so many steps."""
-        self._snapshots = Snapshots(self._steps, every, self._num_steps, self._describe)
+    def keep_snapshots(self, every: int, kept: int) -> None:
+        """From now on, take a snapshot every so many steps, and keep the last ones."""
+        self._snapshots = Snapshots(self._steps, every, kept, self._num_steps, self._describe)
 
     def _num_steps(self) -> int:
         """The number of steps that the optimizers have taken."""
@@ -124,27 +126,21 @@ class PreparedStates:
         if directory is None:
             place = self._root.location
             self._home = os.path.abspath(place) if isinstance(place, Path) else place, self._limit
-        in_memory = None if self._snapshots is None else self._snapshots.newest
-        restored = self._saver.load(folder, self._named_objects(), must_exist, choose, in_memory)
+
+        def find() -> Contents:
+            return read_newest(folder, None if self._snapshots is None else self._snapshots.newest())
+
+        restored = self._saver.load(find, self._named_objects(), must_exist, choose)
         if self._snapshots is not None:
             self._snapshots.note_load(0 if restored is None else restored.loaded.step)
         if restored is None:
             return None
-        facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
+        facts = self._continue_from(restored)
         if self._steps.world.rank == 0:
             self._compare_bits(facts[0].get("bits", {}))
-        for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
-            stepper.taken = Taken(*taken)
         now = {**facts[0], "bits": self._bits()}
         if restored.mark:
             record_checkpoint(self._steps.world, "loaded", restored.loaded.path, restored.mark, now)
-        for scheduler in self._prepared.schedulers():
-            scheduler.follow()
-        self._steps.restart()
-        for engine in self._prepared.engines():  # gradients of this run do not belong to a step of the loaded one
-            for each in [*engine.members.trained(), *engine.leaves()]:
-                each.grad = None
-            engine.restart()
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
             resume_step(claims, restored.held, self._steps, self._prepared.engines())
@@ -152,6 +148,36 @@ class PreparedStates:
         if not restored.mark and self._snapshots is not None:
             lost = self._snapshots.num_lost(restored.loaded.step)
         self._saver.say_resumed(restored.loaded, self._named_objects(), lost)
+        return restored.loaded
+
+    def _continue_from(self, restored: Restored) -> list[Any]:
+        """Continue from the step of what was loaded; returns the facts of each rank."""
+        facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
+        for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
+            stepper.taken = Taken(*taken)
+        for scheduler in self._prepared.schedulers():
+            scheduler.follow()
+        self._steps.restart()
+        for engine in self._prepared.engines():  # gradients of this run do not belong to a step of the loaded one
+            for each in [*engine.members.trained(), *engine.leaves()]:
+                each.grad = None
+            engine.restart()
+        return facts
+
+    def rewind(self, steps: int, skips: bool) -> Loaded:
+        """See `Accelerator.rewind`."""
+        check_integer(steps, "steps", 1)
+        if self._snapshots is None:
+            raise RuntimeError("rewind() needs snapshots: Accelerator(snapshot_every=1)")
+        self.check_round("rewind")
+        objects = self._named_objects()
+        if skips:
+            objects = {name: each for name, each in objects.items() if kind_of(name, each) not in OF_EACH_RANK}
+        find = partial(self._snapshots.before, self._num_steps() - steps)
+        restored = self._saver.load(find, objects, generates_alike=not skips)
+        assert restored is not None
+        self._continue_from(restored)
+        self._snapshots.note_rewind(restored.loaded.step, skips)
         return restored.loaded
 
     def check_round(self, name: str) -> None:
@@ -323,6 +349,28 @@ class CheckpointMethods:
             CheckpointMismatchError: the checkpoint holds other objects; nothing was changed.
         """
         return self._states.load(input_dir, must_exist)
+
+    def rewind(self, steps: int = 1, *, skip: bool = True) -> Loaded:
+        """Go back by some optimizer steps in the running loop, to a snapshot: as after a loss of NaN, or a spike. Every
+        rank must call it, between two steps: before the forward pass on a batch, instead of its step, or after it.
+
+        Models, optimizers, schedulers and what was registered are as they were. Gradients are zero.
+
+        Args:
+            steps: the least number of steps to undo. `Accelerator(snapshots=n)` keeps as many snapshots to go back to.
+            skip: the loop goes on with its next batch, and what it has drawn since is not drawn again. False: it draws
+                that again, with the same random numbers.
+
+        Returns:
+            What was loaded, with its step.
+
+        Raises:
+            RuntimeError: without `snapshot_every`; in the middle of a round of virtual ranks; or, with `skip=False`,
+                several loops train, or none does.
+            CheckpointError: there is no snapshot that far back.
+            CollectiveMismatchError: other ranks do not call it.
+        """
+        return self._states.rewind(steps, skip)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` on every rank before each save, as Accelerate does.

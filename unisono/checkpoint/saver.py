@@ -22,7 +22,7 @@ from uuid import uuid4
 import torch
 
 from unisono.checkpoint.background import HostMemory, host_view, start_save
-from unisono.checkpoint.contents import Contents, read_newest
+from unisono.checkpoint.contents import Contents
 from unisono.checkpoint.directory import SHARD, STATE, Manifest, Place, choose_place, commit
 from unisono.checkpoint.folders import Checksum, Folder, Location, RemoteFolder, checksum_of, sync, write_file
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
@@ -346,15 +346,21 @@ class Saver:
 
     def load(
         self,
-        folder: Folder,
+        find: Callable[[], Contents],
         objects: Objects,
         must_exist: bool = True,
         choose: Callable[[str], Objects] | None = None,
-        in_memory: Callable[[], Contents | None] | None = None,
+        generates_alike: bool = True,
     ) -> Restored | None:
-        """Load the objects from rank zero's folder, or what `in_memory` returns there, if it is newer. A collective.
-        Raises as `Checkpointer.load`. `choose` is called with the place of the files, and returns the objects to
-        load; what is in memory has no files, and all objects."""
+        """Load the objects from what rank zero finds. A collective. Raises as `Checkpointer.load`.
+
+        Args:
+            find: called on rank zero; raises as `read_contents`.
+            objects: what is loaded, of all that was saved.
+            must_exist: False: without a checkpoint, nothing is loaded.
+            choose: called with the place of the files, if there are any; returns the objects to load.
+            generates_alike: whether the random generators are those of the save from then on.
+        """
         world = self.world
         world.comm.announce("load_state")
         self.wait()
@@ -365,7 +371,7 @@ class Saver:
         def read() -> tuple[Location, Manifest, Sequence[Any], bool] | None:
             nonlocal contents
             try:
-                contents = read_newest(folder, in_memory() if in_memory is not None else None)
+                contents = find()
             except NoCheckpointError as error:
                 if must_exist:
                     raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
@@ -380,7 +386,7 @@ class Saver:
                     "register the objects first, and keep what prepare() returns, or the model or its optimizer"
                 )
             check_fit(objects, contents.states, contents.kinds, str(contents.path))
-            if left := [name for name in contents.kinds if name not in objects]:
+            if generates_alike and (left := [name for name in contents.kinds if name not in objects]):
                 logger.warning(
                     "%s also holds %s, which was not loaded; to continue that run, prepare or register as many objects "
                     "as it had before load_state",
@@ -402,7 +408,8 @@ class Saver:
         if has_kept:
             self._load_kept(objects, None if contents is None else contents.kept, len(ranks))
         # After everything that may draw random numbers or run a graph.
-        restore_generators([each["generators"] for each in ranks], world)
+        if generates_alike:
+            restore_generators([each["generators"] for each in ranks], world)
         loaded = Loaded(path, manifest.step, len(ranks), manifest.score)
         held = contents.held if contents is not None else None
         return Restored(loaded, manifest.directory, [each["extra"] for each in ranks], held)

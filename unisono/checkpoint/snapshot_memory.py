@@ -167,6 +167,17 @@ class SlotWriter:
         memory[len(_WORD) : len(fields)] = fields[len(_WORD) :]
         memory[: len(_WORD)] = _WORD
 
+    def drop_after(self, step: int) -> int:
+        """Drop this rank's snapshots of later steps; returns the number of the last one that is left."""
+        left = -1
+        for memory in filter(None, self._memory):
+            snapshot = Snapshot(*_HEADER.unpack(memory[: _HEADER.size])[1:7])
+            if snapshot.step > step:
+                memory[: len(_WORD)] = bytes(len(_WORD))
+            elif memory[: len(_WORD)] == _WORD:
+                left = max(left, snapshot.number)
+        return left
+
     def _reserved(self, slot: int, size: int) -> mmap.mmap:
         """The memory of a slot, of at least that size."""
         memory = self._memory[slot]

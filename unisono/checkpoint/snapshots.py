@@ -46,6 +46,7 @@ from unisono.checkpoint.snapshot_memory import (
     size_of,
 )
 from unisono.deliveries import Loop
+from unisono.errors import CheckpointError
 from unisono.launch.held_memory import create_memory
 from unisono.launch.messages import say_once
 from unisono.launch.watching.memory import memory_left
@@ -54,8 +55,6 @@ from unisono.training.strategies.states import plain_name
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
-
-_SLOTS = 2  # a rank that dies while it writes one leaves the other
 
 
 class Described(NamedTuple):
@@ -73,15 +72,18 @@ class Snapshots:
 
     Args:
         every: the number of optimizer steps from one to the next.
+        kept: how many are kept for `before`.
         count: returns the number of steps taken.
         describe: returns what to copy.
     """
 
-    def __init__(self, steps: Steps, every: int, count: Callable[[], int], describe: Callable[[], Described]) -> None:
-        self._steps, self._every, self._count, self._describe = steps, every, count, describe
+    def __init__(
+        self, steps: Steps, every: int, kept: int, count: Callable[[], int], describe: Callable[[], Described]
+    ) -> None:
+        self._steps, self._every, self._kept, self._count, self._describe = steps, every, kept, count, describe
         self._world = world = steps.world
         self._file = _open_memory(world)
-        self._writer = SlotWriter(self._file, world.restart_count, world.local_rank, _SLOTS)
+        self._writer = SlotWriter(self._file, world.restart_count, world.local_rank, kept + 1)
         self._thread = threading.get_ident()
         self._number = 0
         self._generators: dict[str, Any] | None = None
@@ -94,6 +96,7 @@ class Snapshots:
         self._drawn: list[tuple[Loop, ref[Any]]] = []  # with gradients, in the order of their first batches
         self._leader: ref[Any] | None = None  # the loader whose draws are looked at
         self._loop: Loop | None = None  # the last one over it
+        self._iterator: Callable[[], Any] = lambda: None
 
     def note_step(self) -> None:
         """A step was taken, which is lost if the ranks end before the next snapshot."""
@@ -116,16 +119,40 @@ class Snapshots:
         """How many steps the attempts before this one had taken after that one."""
         return max(0, last_step(self._file, range(self._world.restart_count)) - step)
 
+    def before(self, step: int) -> Contents:
+        """The last snapshot of this attempt that is of that step, or of one before it."""
+        for taken in read_snapshots(self._file, range(self._world.restart_count, self._world.restart_count + 1)):
+            if taken[0][0].step <= step:
+                return contents_of(taken)
+        raise CheckpointError(
+            f"there is no snapshot of step {step} or before; Accelerator(snapshots={self._kept + 1}) keeps more than "
+            f"the last {self._kept}, and the first is taken when a loop draws after a step"
+        )
+
+    def note_rewind(self, step: int, skips: bool) -> None:
+        """The ranks have gone back to the snapshot of that step. Those after it are dropped. If the loop does not skip
+        what it has drawn since, it draws that again."""
+        self._number = self._writer.drop_after(step) + 1
+        self._step = step
+        if not skips:
+            iterator, loops = self._iterator(), self._world.state.deliveries.open_loops()
+            if iterator is None or any(each.is_trained and each is not self._loop for each in loops):
+                raise RuntimeError(
+                    "rewind(skip=False) brings back the loop whose batches are trained on, and there are several, or "
+                    "none; let the others end before, or pass skip=True"
+                )
+            iterator.go_back()
+
     # Taking.
 
-    def _at_draw(self, loop: Loop, loader: Any) -> None:
+    def _at_draw(self, loop: Loop, iterator: Any) -> None:
         """A loop is about to draw a batch, or to end."""
         if not torch.is_grad_enabled():
             return
         if threading.get_ident() != self._thread:
             say_once("no snapshot is taken where another thread than that of the steps draws the batches")
             return
-        step, is_first = self._count(), loop.num_batches == 0
+        step, is_first, loader = self._count(), loop.num_batches == 0, iterator.loader
         if self._leader is None:
             if is_first:
                 self._drawn.append((loop, ref(loader)))
@@ -136,7 +163,7 @@ class Snapshots:
         if loader is not self._leader():
             self._look_at_other(loop, step)
             return
-        before, self._loop = self._loop, loop
+        before, self._loop, self._iterator = self._loop, loop, ref(iterator)
         # It is not known whether the lines behind a loop that was left have run.
         is_behind_epoch = is_first and before is not None and before.is_exhausted
         is_due = is_behind_epoch or (not is_first and step - self._step >= self._every)
@@ -204,11 +231,11 @@ class Snapshots:
                 "this run was restarted, and has begun anew, although a snapshot is there; call "
                 "accelerator.load_state(must_exist=False) before the first step, which continues from it"
             )
-        needed = size_of(content) * _SLOTS * world.local_world_size
+        needed = size_of(content) * (self._kept + 1) * world.local_world_size
         if needed > (left := memory_left()):
             raise MemoryError(
                 f"snapshot_every={self._every} needs {needed / 2**20:,.0f} MiB of main memory on this machine, for "
-                f"{_SLOTS} copies of the state, and {left / 2**20:,.0f} MiB are left; leave it out, and call "
+                f"{self._kept + 1} copies of the state, and {left / 2**20:,.0f} MiB are left; leave it out, and call "
                 "save_state(is_async=True) now and then"
             )
         if world.rank == 0:

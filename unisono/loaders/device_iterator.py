@@ -114,11 +114,11 @@ class DeviceIterator:
             received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own), partial(_tail, own))
             self._loop, self._received = loop, received = LoopTiming(track), received
             if self._deliveries.at_draw is not None:
-                self._deliveries.at_draw(received, self.loader)
+                self._deliveries.at_draw(received, self)
         else:
             track.switch(FETCH)
             if self._deliveries.at_draw is not None:
-                self._deliveries.at_draw(received, self.loader)
+                self._deliveries.at_draw(received, self)
             if self._balance is not None:
                 self._deal_anew(self._balance, received, track)
                 lane = self._lane
@@ -186,10 +186,16 @@ class DeviceIterator:
             return
         if balance.note_round(track, received.num_batches, last.draw.carried) is None:
             return
+        self._continue_in(self._parent.dealt_anew())
+
+    def go_back(self) -> None:
+        """Continue this loop where the state says that its loader has loaded since."""
+        self._continue_in(self._parent.begun_anew())
+
+    def _continue_in(self, parent: Any) -> None:
         self._ahead.clear()
-        self._parent = parent = self._parent.dealt_anew()
-        self._lane = lane = parent._pipeline.lanes[0]
-        self._receive, self._state = partial(parent._receive_for, 0), partial(parent._state_of, lane)
+        self._parent, self._lane = parent, parent._pipeline.lanes[0]
+        self._receive, self._state = partial(parent._receive_for, 0), partial(parent._state_of, self._lane)
 
     def is_last(self) -> bool:
         """Whether the batch that was delivered last is the last one; waits until that is known. Ranks that read one

@@ -312,12 +312,16 @@ class ParallelLoader:
     def dealt_anew(self) -> ParallelLoader:
         """A loader for the rest of the pass of its one device, after a round, as the ranks have agreed to carry the
         virtual ranks. This one is closed."""
-        (lane,) = self._pipeline.lanes
         assert self._begun is not None
-        self._bookmark.seek(self._begun.epoch, lane.progress.position)
+        self._bookmark.seek(self._begun.epoch, self._pipeline.lanes[0].progress.position)
+        return self.begun_anew()
+
+    def begun_anew(self) -> ParallelLoader:
+        """A loader for the rest of the pass of its one device, from the position of the source. This one is closed."""
         self.close()
-        twin = self.again()
-        twin._pipeline.lanes[0].progress = lane.progress
+        twin, progress = self.again(), self._pipeline.lanes[0].progress
+        twin._pipeline.lanes[0].progress = progress
+        progress.position = None  # where the twin begins
         return twin
 
     def state_dict(self) -> State:

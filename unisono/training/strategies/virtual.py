@@ -321,6 +321,7 @@ class VirtualEngine(Engine):
 
     def restart(self) -> None:
         super().restart()
+        self._first_writes.clear()
         self._asked.clear()
         self._sums.clear()
         self._world.state.deliveries.settle()
