@@ -105,6 +105,7 @@ class PreparedStates:
             self._compare_bits(facts[0].get("bits", {}))
         for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
             stepper.taken = Taken(*taken)
+        self._steps.world.timeline.at_load(max((each.taken.steps for each in self._prepared.steppers()), default=0))
         now = {**facts[0], "bits": self._bits()}
         record_checkpoint(self._steps.world, "loaded", restored.loaded.path, restored.mark, now)
         for scheduler in self._prepared.schedulers():

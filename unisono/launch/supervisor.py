@@ -16,7 +16,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import platform
+import re
 import socket
+import textwrap
 import threading
 import time
 import traceback
@@ -25,13 +28,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
+from unisono.errors import (
+    RemoteTraceback,
+    StoppedError,
+    UnisonoError,
+    UnpicklableError,
+    WorkerDiedError,
+    describe_exit,
+)
 from unisono.launch.group import Group
 from unisono.launch.job import Job, rendezvous
 from unisono.launch.messages import add_limit_note
 from unisono.launch.watching.log_directory import log_file, make_log_directory
 from unisono.launch.watching.output import WorkerOutput
 from unisono.outcome import Outcome
+from unisono.report.record import write_fault
 from unisono.stacks import frames_of
 
 if TYPE_CHECKING:
@@ -41,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2  # a signal that another thread took, or that came just before the wait, does not end the wait
+_WORDS = 120  # letters about what has failed
 _READING_S = 1.0  # for work of milliseconds: a thread that is between two groups, or ending, does not answer
 
 
@@ -176,6 +188,7 @@ class Supervisor:
                 if attempted.error is not None:  # an error of this process: workers add notes to their own
                     add_limit_note(attempted.error)
                 self._record_failures(verdict)
+                self._record_fault(verdict)
                 if restart_count == self._options.max_restarts or not self.may_restart(verdict.error):
                     break
                 tell_restart(verdict, restart_count + 1, self._options.max_restarts)
@@ -191,6 +204,28 @@ class Supervisor:
                 file = log_file(self.log_directory, worker.rank, "stderr")
                 with contextlib.suppress(OSError), file.open("a") as log:  # the output has reported a full disk
                     log.write(text)
+
+    def _record_fault(self, verdict: Outcome[list[Any]]) -> None:
+        """Add to the record of the first rank here that the group has failed, unless the caller has asked for its
+        end."""
+        if self.log_directory is None or self._group is None or verdict.error is None or self._asked_for:
+            return
+        place, steps = self._group.place, self._group.steps
+        first_ns = steps[0].first_ns if steps else None
+        with contextlib.suppress(OSError):  # the rank has reported a full disk
+            write_fault(
+                self.log_directory,
+                place.rank,
+                restart=place.restart_count,
+                world_size=place.world_size,
+                what=describe_fault(verdict),
+                at=time.time() - (time.monotonic() - verdict.at if verdict.at else 0.0),
+                host=platform.node(),
+                is_secondary=verdict.is_secondary,
+                done=max((each.done for each in steps), default=0),
+                loaded=max((each.loaded for each in steps if each.loaded is not None), default=None),
+                first_step=first_ns and time.time() - (time.perf_counter_ns() - first_ns) / 1e9,
+            )
 
     def _stopped_after(self) -> int | None:
         """The steps after which the ranks have agreed to stop; None if they have not."""
@@ -240,6 +275,16 @@ def _supervise(supervisor: Supervisor) -> None:
     # Also if no group was started: `pids` must not wait forever.
     supervisor._has_started.set()
     supervisor._has_ended.set()
+
+
+def describe_fault(verdict: Outcome[Any]) -> str:
+    """What has failed, in a few words: "rank 1 was killed by SIGKILL"."""
+    error, rank = verdict.error, re.match(r"rank \d+", verdict.where)
+    if isinstance(error, WorkerDiedError):
+        return f"rank {error.rank} {describe_exit(error.exit_code)}"
+    text = str(error).partition("\n")[0]
+    kind = "" if isinstance(error, UnisonoError) else type(error).__name__
+    return textwrap.shorten(": ".join(filter(None, [rank[0] if rank else "", kind, text])), _WORDS)
 
 
 def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int) -> None:

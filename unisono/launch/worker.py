@@ -71,7 +71,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")
     try:
-        job = read_job(job_fd)
+        job, steps = read_job(job_fd)
         place = job.place_of(rank)
         if not place.address:
             place = replace(place, store=os.path.join(directory, "store"))
@@ -88,7 +88,8 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
-        recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank)) if job.records else None
+        if job.records:
+            recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank), steps[place.local_rank])
         with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
             outcome = Outcome.capture(_call_fn, job, world, reporter)
             # Inside the block, so threads that `fn` has left running still count as progress.

@@ -52,7 +52,7 @@ def page_data(run: Run) -> dict[str, Any]:
         f"{run.seconds:,.1f} s",
         f"{len(run.ranks)} rank(s)",
         f"{report.samples:,} samples, {report.samples_per_second:,.0f} per second" if report.ranks else "no loop",
-        f"{run.restarts} restart(s)",
+        *filter(None, [run.restarts.summary]),
         *run.failures,
     ]
     return {
@@ -61,6 +61,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         "phases": [[label(phase), colours[phase]] for phase in phases],
         "table": _table(run, phases),
+        "restarts": _restarts(run),
         "ranks": [_timeline_of(run, each, phases) for each in run.ranks],
         "missing": run.missing,  # after the timelines, which are read for them
         "charts": list(filter(None, _charts(run))),
@@ -83,18 +84,32 @@ def _table(run: Run, phases: Sequence[str]) -> list[list[str]]:
     return rows
 
 
+def _restarts(run: Run) -> list[list[str]]:
+    """A table of the restarts; [] if there are none."""
+    rows = [["restart", "after", "step", "ranks", "from step", "repeated", "to the next step", "what failed"]]
+    for each in run.restarts.all:
+        before, after = each.ranks
+        seconds = ["" if one is None else f"{one:,.1f} s" for one in (each.noticed_s, each.seconds)]
+        ranks = f"{before or '?'} to {after or '?'}" if before != after else f"{after}"
+        begin = "" if each.continued is None else f"{each.continued:,}"
+        numbers = [f"{each.step:,}", ranks, begin, f"{each.repeated:,}", seconds[1]]
+        rows.append([str(each.number), seconds[0], *numbers, each.what])
+    return rows if len(rows) > 1 else []
+
+
 def _timeline_of(run: Run, record: RankRecord, phases: Sequence[str]) -> dict[str, Any]:
     """What each second was spent on, from the samples; and the spans of the rank's loop."""
-    offset = run.offset(record)
     number = {phase: place for place, phase in enumerate(phases)}
     loops = [spans for track, spans in record.spans().items() if track.startswith("loop")]
     spans = [span for span in max(loops, key=len, default=[]) if span.phase in number]
     seconds = []
-    for before, after in pairwise([{"t": 0.0, "seconds": {}}, *record.samples]):
-        spent = [max(0.0, after["seconds"].get(each, 0.0) - before["seconds"].get(each, 0.0)) for each in phases]
-        length = max(after["t"] - before["t"], sum(spent), 1e-9)
-        times = [round(offset + before["t"], 3), round(offset + after["t"], 3)]
-        seconds.append([*times, [round(each / length, 3) for each in spent]])
+    for attempt in (*record.earlier, record):
+        offset = run.offset(attempt)
+        for before, after in pairwise([{"t": 0.0, "seconds": {}}, *attempt.samples]):
+            spent = [max(0.0, after["seconds"].get(each, 0.0) - before["seconds"].get(each, 0.0)) for each in phases]
+            length = max(after["t"] - before["t"], sum(spent), 1e-9)
+            times = [round(offset + before["t"], 3), round(offset + after["t"], 3)]
+            seconds.append([*times, [round(each / length, 3) for each in spent]])
     return {
         "name": f"rank {record.rank}",
         "seconds": seconds,
@@ -182,12 +197,13 @@ def _cores(record: RankRecord) -> list[float]:
 def _chart_over_time(run: Run, title: str, unit: str, values: Any) -> dict[str, Any] | None:
     """A line for each rank, on one axis of time: a rank has no value at another one's times."""
     points = {
-        each.rank: {
+        rank.rank: {
             round(run.offset(each) + one["t"], 1): round(float(value), 3)
+            for each in (*rank.earlier, rank)
+            if each.samples
             for one, value in zip(each.samples, values(each), strict=True)
         }
-        for each in run.ranks
-        if each.samples
+        for rank in run.ranks
     }
     x = sorted({at for found in points.values() for at in found})
     return (

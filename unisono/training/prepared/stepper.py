@@ -213,7 +213,7 @@ class Stepper:
             self._digests.note_step(self.taken.steps, self._engines)
         track.counts["steps"] += 1
         if self.world.timeline.at_step is not None:
-            self.world.timeline.at_step(track.counts["steps"])
+            self.world.timeline.at_step(track.counts["steps"], self.taken.steps)
         self.was_skipped = self.taken.steps == before
         return result
 
