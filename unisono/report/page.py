@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -137,13 +138,18 @@ def _charts(run: Run) -> list[dict[str, Any] | None]:
 
 
 def _charts_of_logged(run: Run) -> list[dict[str, Any]]:
-    """A chart for each of the first numbers that the loop has logged, the losses before others."""
-    logged = [line for each in run.ranks[:1] for sample in each.samples for line in sample["logged"]]
-    names = dict.fromkeys(name for _, _, values in logged for name, value in values.items() if _is_number(value))
-    x = [number if step is None else step for number, (_, step, _) in enumerate(logged)]
+    """A chart for each of the first numbers that the loop has logged, the losses before others; of steps that were
+    repeated, what was logged last."""
+    attempts = [each for rank in run.ranks[:1] for each in (*rank.earlier, rank)]
+    lines = (line for each in attempts for sample in each.samples for line in sample["logged"])
+    logged: defaultdict[float, dict[str, Any]] = defaultdict(dict)
+    for number, (_, step, values) in enumerate(lines):
+        logged[number if step is None else step] |= values
+    names = dict.fromkeys(name for values in logged.values() for name in values if _is_number(values[name]))
+    x = sorted(logged)
     charts = []
     for name in sorted(names, key=lambda name: "loss" not in name.lower())[:_MAX_LOGGED]:
-        values = [value if _is_number(value := line[2].get(name)) else None for line in logged]
+        values = [value if _is_number(value := logged[at].get(name)) else None for at in x]
         found = [value for value in values if value is not None]
         is_log = min(found) > 0 and max(found) > 100 * min(found)
         charts.append(_chart(name, "", "step", x, [[name, values]], log=is_log))

@@ -208,10 +208,10 @@ class Run:
 
     @property
     def failures(self) -> list[str]:
-        """The errors that have ended ranks, in words; where ranks have recorded none, what their launcher knows."""
+        """What has ended the last attempt, in words: as its launcher knows it, and the errors of ranks."""
         ends = [f"rank {each.rank} ended by {each.end}" for each in self.ranks if each.end not in (None, "finished")]
         fault = self.attempts[-1].fault
-        return ends or ([f"ended at step {fault['done']:,}: {fault['what']}"] if fault else [])
+        return [*([f"ended at step {fault['done']:,}: {fault['what']}"] if fault else []), *ends]
 
     @property
     def missing(self) -> list[str]:
