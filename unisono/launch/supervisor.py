@@ -62,6 +62,9 @@ class Supervisor:
     Args:
         log_directory: of a run that continues after this job; None makes one for the job, if its options name a place.
         others: the other machines, if the workers have peers there.
+
+    Attributes:
+        restarts_for: why its workers are stopped although nothing has failed, to be started again; "" if they are not.
     """
 
     def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
@@ -71,6 +74,7 @@ class Supervisor:
         self._group: Group | None = None
         self.log_directory = log_directory
         self._others = others
+        self.restarts_for = ""
         log_dir = self._options.output.log_dir
         if log_directory is None and log_dir is not None:  # here, so that an invalid one is an error in the caller
             self.log_directory = make_log_directory(log_dir)
@@ -206,9 +210,11 @@ class Supervisor:
                     log.write(text)
 
     def _record_fault(self, verdict: Outcome[list[Any]]) -> None:
-        """Add to the record of the first rank here that the group has failed, unless the caller has asked for its
-        end."""
-        if self.log_directory is None or self._group is None or verdict.error is None or self._asked_for:
+        """Add to the record of the first rank here that the group has failed, or was stopped for another one; not that
+        the caller has asked for its end."""
+        if self.log_directory is None or self._group is None or verdict.error is None:
+            return
+        if self._asked_for and not self.restarts_for:
             return
         place, steps = self._group.place, self._group.steps
         first_ns = steps[0].first_ns if steps else None
@@ -218,7 +224,7 @@ class Supervisor:
                 place.rank,
                 restart=place.restart_count,
                 world_size=place.world_size,
-                what=describe_fault(verdict),
+                what=self.restarts_for or describe_fault(verdict),
                 at=time.time() - (time.monotonic() - verdict.at if verdict.at else 0.0),
                 host=platform.node(),
                 is_secondary=verdict.is_secondary,
@@ -284,7 +290,8 @@ def describe_fault(verdict: Outcome[Any]) -> str:
         return f"rank {error.rank} {describe_exit(error.exit_code)}"
     text = str(error).partition("\n")[0]
     kind = "" if isinstance(error, UnisonoError) else type(error).__name__
-    return textwrap.shorten(": ".join(filter(None, [rank[0] if rank else "", kind, text])), _WORDS)
+    place = rank[0] if rank and not text.startswith("rank ") else ""
+    return textwrap.shorten(": ".join(filter(None, [place, kind, text])), _WORDS)
 
 
 def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int) -> None:

@@ -44,7 +44,7 @@ class Restart:
     def __str__(self) -> str:
         before, after = self.ranks
         when = "" if self.noticed_s is None else f" after {self.noticed_s:,.1f} s"
-        ranks = f", {after} of {before} ranks" if before and after and before != after else ""
+        ranks = f", {after} rank(s) instead of {before}" if before and after and before != after else ""
         what = self.what or "the ranks have started again"
         text = f"restart {self.number}: {what}{when}, at step {self.step:,}{ranks}; "
         if self.continued is None:

@@ -327,6 +327,8 @@ class Agent(SimpleElasticAgent):
 
     @overrides(STOP_WORKERS)
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        if self._supervisor is not None:  # if its workers have not ended, torch's agent lets a machine join
+            self._supervisor.restarts_for = "another machine has joined"
         self._shutdown()
 
     @overrides(SHUTDOWN)

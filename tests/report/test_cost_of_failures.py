@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from agents import agent, free_port, kill_all
-from faults import Line
+from faults import Line, Script
 from modes import HOST, by_value
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -153,8 +155,8 @@ def test_a_run_without_a_restart_shows_nothing_of_it(tmp_path: Path, capsys) -> 
     assert data["restarts"] == []
     assert main(["report", str(found.directory)]) == main(["top", "--once", str(found.directory)]) == 0
     shown = capsys.readouterr().out
-    for text in (shown.replace(str(tmp_path), ""), *data["facts"]):
-        assert not any(word in text for word in ("restart(", "repeated", "progress"))
+    for text in (shown, *data["facts"]):
+        assert not any(words in text for words in ("restart(", "steps repeated", "made progress"))
 
 
 def test_a_failure_before_the_first_step_repeats_none_and_the_steps_count_once(tmp_path: Path) -> None:
@@ -199,43 +201,60 @@ def test_what_its_caller_stops_is_no_failure(tmp_path: Path) -> None:
     assert [rank.faults for rank in read_run(tmp_path / "logs").ranks] == [[], []]
 
 
-SHRINKING = """
+CHANGING = """
 import sys
 from pathlib import Path
-sys.path[:0] = sys.argv[3:]
+directory, line, size, tests = sys.argv[1:]
+sys.path.insert(0, tests)
 from faults import Line, stand_still
-from report.test_restarts import DIED, train
+from report.test_cost_of_failures import DIED, train
 
 def after(accelerator, step):
-    if step == DIED and accelerator.world.world_size == 2:
-        Line(Path(sys.argv[2])).say("there")
+    if step == DIED and accelerator.world.world_size == int(size):
+        Line(Path(line)).say("there")
         stand_still()
 
-train(Path(sys.argv[1]), lambda accelerator: None, after)
+train(Path(directory), lambda accelerator: None, after)
 """
 
 
-def test_a_run_that_continues_without_a_machine_says_with_how_many_ranks(tmp_path: Path) -> None:
-    (tmp_path / "shrinking.py").write_text(SHRINKING)
+@pytest.mark.slow
+@pytest.mark.waits_long
+@pytest.mark.parametrize(
+    ("sizes", "what"), [((2, 1), r"node 1 .*|the agents .*"), ((1, 2), "another machine has joined")], ids=str
+)
+def test_a_run_that_continues_on_another_number_of_machines_says_with_how_many_ranks(
+    tmp_path: Path, sizes: tuple[int, int], what: str
+) -> None:
+    (tmp_path / "changing.py").write_text(CHANGING)
     line, tests = Line.at(tmp_path / "line"), Path(__file__).parent.parent
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     command += ["--max-restarts", "1", "--lost-after", "4", "--log-dir", str(tmp_path / "logs")]
-    script = [str(tmp_path / "shrinking.py"), str(tmp_path / "project"), str(line.path), str(tests)]
-    one, two = (
-        agent(tmp_path / name, *command, "--rdzv-conf", f"is_host={is_host},last_call_timeout=10", *script)
-        for name, is_host in (("one", "true"), ("two", "false"))
-    )
-    with line.hearing() as ear, one, two:
-        ear.hear_all(2)
-        kill_all(two)
+    script = [str(tmp_path / "changing.py"), str(tmp_path / "project"), str(line.path), str(sizes[0]), str(tests)]
+    conf = f"last_call_timeout={10 if sizes[0] == 2 else 1}"
+
+    def start(name: str, is_host: str) -> Script:
+        return agent(tmp_path / name, *command, "--rdzv-conf", f"is_host={is_host},{conf}", *script)
+
+    with contextlib.ExitStack() as stack, line.hearing() as ear:
+        one = stack.enter_context(start("one", "true"))
+        if sizes[0] == 2:
+            two = stack.enter_context(start("two", "false"))
+            ear.hear_all(2)
+            kill_all(two)
+        else:
+            ear.hear()
+            two = stack.enter_context(start("two", "false"))
+            assert two.end()[0] == 0
         code, _, errors = one.end()
         assert code == 0, errors
     found = read_run(tmp_path / "logs")
     (restart,) = found.restarts.all
-    assert facts_of(restart)[1:] == ((2, 1), DIED, SAVED, DIED - SAVED)
-    assert "node " in restart.what
-    assert f"at step {DIED}, 1 of 2 ranks; continued from step {SAVED}" in str(restart)
-    assert page_data(found)["restarts"][1][3] == "2 to 1"
+    assert facts_of(restart)[1:] == (sizes, DIED, SAVED, DIED - SAVED)
+    assert re.fullmatch(what, restart.what)
+    ranks = f"{sizes[1]} rank(s) instead of {sizes[0]}"
+    assert f"at step {DIED}, {ranks}; continued from step {SAVED}" in str(restart)
+    assert page_data(found)["restarts"][1][3] == f"{sizes[0]} to {sizes[1]}"
     assert found.restarts.summary in errors
 
 
