@@ -202,15 +202,11 @@ def _cores(record: RankRecord) -> list[float]:
 
 def _chart_over_time(run: Run, title: str, unit: str, values: Any) -> dict[str, Any] | None:
     """A line for each rank, on one axis of time: a rank has no value at another one's times."""
-    points = {
-        rank.rank: {
-            round(run.offset(each) + one["t"], 1): round(float(value), 3)
-            for each in (*rank.earlier, rank)
-            if each.samples
-            for one, value in zip(each.samples, values(each), strict=True)
-        }
-        for rank in run.ranks
-    }
+    points: dict[int, dict[float, float]] = {}
+    for record in (each for rank in run.ranks for each in (*rank.earlier, rank) if each.samples):
+        offset, found = run.offset(record), points.setdefault(record.rank, {})
+        for one, value in zip(record.samples, values(record), strict=True):
+            found[round(offset + one["t"], 1)] = round(float(value), 3)
     x = sorted({at for found in points.values() for at in found})
     return (
         _chart(title, unit, "s", x, [[f"rank {rank}", [found.get(at) for at in x]] for rank, found in points.items()])
