@@ -232,7 +232,10 @@ class Timeline:
         self._clock: DeviceClock | None = None
         self.is_recorded = False
         self.backward: Track | None = None  # of the loop that is in `accelerator.backward`
-        self.at_step: Callable[[int], None] | None = None  # called after each step, with the number of steps
+        self.at_step: Callable[[int, int | None], None] | None = None
+        """Where a record is kept: called after each step, with the number of steps, and the steps that a prepared
+        optimizer has done, with those before the state that was loaded."""
+        self.at_load: Callable[[int], None] = lambda done: None  # with the steps before a state that was loaded
         self.logged: deque[tuple[int, int | None, dict[str, Any]]] = deque(maxlen=MAX_LOGGED)
         """What the loop has logged, for the record of the rank: when, the step, and the values."""
         self.last_logged: dict[str, Any] = {}

@@ -404,7 +404,11 @@ if "again" in sys.argv:
     [
         ("whole", "0 steps, 0 samples/s; unisono report {log}"),
         ("full", "its record is incomplete; unisono report {log}"),
-        ("again", "0 steps, 0 samples/s in the last attempt; checkpoint {here}/a/checkpoint_0; unisono report {log}"),
+        (
+            "again",
+            "0 steps, 0 samples/s in the last attempt; 1 restart(s), 0 steps repeated, 0.0% of the time made progress; "
+            "checkpoint {here}/a/checkpoint_0; unisono report {log}",
+        ),
     ],
 )
 def test_the_last_line_is_of_this_run_whatever_latest_is_and_has_numbers_if_they_are_whole(

@@ -107,6 +107,7 @@ class Checkpointer:
         if restored is None:
             return None
         self.num_steps = restored.loaded.step
+        self._saver.world.timeline.at_load(self.num_steps)
         self._saver.say_resumed(restored.loaded, self._objects)
         return restored.loaded
 
@@ -154,8 +155,12 @@ def load(
         must_exist: whether a missing checkpoint is an error; if False, None is returned.
         objects: under the names by which they were saved.
     """
-    restored = Saver(world or current_world()).load(partial(read_contents, folder_at(path)), objects, must_exist)
-    return None if restored is None else restored.loaded
+    world = world or current_world()
+    restored = Saver(world).load(partial(read_contents, folder_at(path)), objects, must_exist)
+    if restored is None:
+        return None
+    world.timeline.at_load(restored.loaded.step)
+    return restored.loaded
 
 
 def check_count(count: Any, name: str) -> None:

@@ -80,9 +80,6 @@ class PreparedStates:
 
     def _describe(self) -> Described:
         self._check_optimizers()
-        if self._snapshots is not None:
-            for stepper in self._prepared.steppers():
-                stepper.note_taken = self._snapshots.note_step
         return Described(self._named_objects(), self._facts(None), self._num_steps(), self._home)
 
     def _facts(self, claims: Any) -> dict[str, Any]:
@@ -144,9 +141,7 @@ class PreparedStates:
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
             resume_step(claims, restored.held, self._steps, self._prepared.engines())
-        lost = None
-        if not restored.mark and self._snapshots is not None:
-            lost = self._snapshots.num_lost(restored.loaded.step)
+        lost = None if restored.mark else max(0, self._steps.world.state.done_before - restored.loaded.step)
         self._saver.say_resumed(restored.loaded, self._named_objects(), lost)
         return restored.loaded
 
@@ -155,6 +150,7 @@ class PreparedStates:
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
         for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
             stepper.taken = Taken(*taken)
+        self._steps.world.timeline.at_load(self._num_steps())
         for scheduler in self._prepared.schedulers():
             scheduler.follow()
         self._steps.restart()

@@ -26,19 +26,18 @@ from torch import nn
 
 from unisono.launch.held_memory import SIZE
 
-MOST_SLOTS = 7
+MOST_SLOTS = 8
 ALL = range(1 << 62)
 """All attempts."""
 
 _REGION = 1 << 38  # bytes
-_OF_RANK = _REGION * (MOST_SLOTS + 1)  # the last one has the number of steps taken
+_OF_RANK = _REGION * MOST_SLOTS
 _ATTEMPT = _OF_RANK * 256
 _ATTEMPTS = SIZE // _ATTEMPT  # then their regions are used again
 _PAGE = 4096
 _ALIGNED = 64  # bytes: tensors that begin there are copied fast
 _HEADER = struct.Struct("<8sqqqqqdqqqq")  # the word, then the fields of `Snapshot` and `_Ends`
 _WORD = b"unisnap1"
-_STEP = struct.Struct("<qq")
 _SMALL = 1 << 16  # bytes
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -139,11 +138,6 @@ class SlotWriter:
         self._layout = _Layout(None, [])
         self._memory: list[mmap.mmap | None] = [None] * slots
         self._views: list[tuple[_Layout | None, list[torch.Tensor]]] = [(None, [])] * slots
-        self._step = mmap.mmap(file, _PAGE, offset=self._at + _REGION * MOST_SLOTS)
-
-    def note_step(self, step: int) -> None:
-        """Note how many steps are taken."""
-        _STEP.pack_into(self._step, 0, self._attempt, step)
 
     def write(self, number: int, step: int, rank: int, world_size: int, content: Content) -> None:
         """Copy the content."""
@@ -200,7 +194,7 @@ def read_snapshots(file: int, attempts: Container[int] = ALL) -> Iterator[list[t
     found: dict[tuple[int, int], dict[int, tuple[Snapshot, int]]] = {}
     for at in _regions(file):
         header = os.pread(file, _HEADER.size, at)
-        if header.startswith(_WORD) and not _is_of_steps(at):
+        if header.startswith(_WORD):
             snapshot = Snapshot(*_HEADER.unpack(header)[1:7])
             if snapshot.attempt in attempts:
                 found.setdefault(snapshot[:2], {})[snapshot.rank] = snapshot, at
@@ -211,13 +205,6 @@ def read_snapshots(file: int, attempts: Container[int] = ALL) -> Iterator[list[t
             whole = [(snapshot, content) for snapshot, content in read if content is not None]
             if len(whole) == size:
                 yield whole
-
-
-def last_step(file: int, attempts: range) -> int:
-    """The last step that a rank has taken in these attempts; 0 if none has."""
-    words = [os.pread(file, _STEP.size, at) for at in _regions(file) if _is_of_steps(at)]
-    found: list[tuple[int, ...]] = [_STEP.unpack(each) for each in words]
-    return max((pair for pair in found if pair[0] in attempts), default=(0, 0))[1]
 
 
 def free_others(file: int, attempt: int) -> None:
@@ -256,10 +243,6 @@ def _regions(file: int) -> list[int]:
             found.append(at - at % _REGION)
             at = found[-1] + _REGION
     return found
-
-
-def _is_of_steps(at: int) -> bool:
-    return at % _OF_RANK == _REGION * MOST_SLOTS
 
 
 def _tensor_of(memory: mmap.mmap) -> torch.Tensor:

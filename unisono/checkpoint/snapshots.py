@@ -41,7 +41,6 @@ from unisono.checkpoint.snapshot_memory import (
     Content,
     SlotWriter,
     free_others,
-    last_step,
     read_snapshots,
     size_of,
 )
@@ -98,10 +97,6 @@ class Snapshots:
         self._loop: Loop | None = None  # the last one over it
         self._iterator: Callable[[], Any] = lambda: None
 
-    def note_step(self) -> None:
-        """A step was taken, which is lost if the ranks end before the next snapshot."""
-        self._writer.note_step(self._count())
-
     def note_load(self, step: int) -> None:
         """A state was loaded: the run continues after that step."""
         self._has_loaded = True
@@ -114,10 +109,6 @@ class Snapshots:
         if self._number or self._count() != self._step:
             return None
         return next(map(contents_of, read_snapshots(self._file, range(self._world.restart_count))), None)
-
-    def num_lost(self, step: int) -> int:
-        """How many steps the attempts before this one had taken after that one."""
-        return max(0, last_step(self._file, range(self._world.restart_count)) - step)
 
     def before(self, step: int) -> Contents:
         """The last snapshot of this attempt that is of that step, or of one before it."""

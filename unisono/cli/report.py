@@ -42,8 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         if found.report.ranks:
             print(table_of(found.report))
         print(found.verdict, *found.failures, sep="\n")
-        if found.restarts:
-            print(f"after {found.restarts} restart(s): the numbers are those of the last attempt")
+        if found.restarts.all:
+            print(
+                found.restarts.summary, *found.restarts.all, "the other numbers are those of the last attempt", sep="\n"
+            )
         try:
             print(f"page: {write_page(found, arguments.output or found.directory / 'report.html')}")
             if arguments.trace:

@@ -32,7 +32,8 @@ import psutil
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import StackCollection
-from unisono.launch.job import Job, write_job
+from unisono.launch.hosts.environment import RankPlace
+from unisono.launch.job import Job, shared_steps, write_job
 from unisono.launch.messages import FULL_SHM, say_once
 from unisono.launch.reports import Kind, Pulse
 from unisono.launch.starting import wire
@@ -43,6 +44,7 @@ from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.output import WorkerOutput
 from unisono.launch.worker import TELL_STACKS
 from unisono.outcome import Outcome, first_cause, this_process
+from unisono.report.steps import StepsDone
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.agent_round import MachineReport
@@ -109,6 +111,7 @@ class Group:
         others: OtherMachines | None = None,
     ) -> None:
         self.workers: list[Worker] = []
+        self.steps: list[StepsDone] = []  # of each worker
         self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
         self._directory = directory
@@ -138,6 +141,11 @@ class Group:
                 self._output.close()
         tails = {worker.rank: self._output.tail(worker.rank, _KEPT_LINES) for worker in self.workers}
         return conclude(self.workers, tails, self._reason)
+
+    @property
+    def place(self) -> RankPlace:
+        """The place of its first worker on this machine."""
+        return self._job.place
 
     def interrupt(self) -> None:
         """Stop as Ctrl-C does; kill on the second call."""
@@ -173,6 +181,7 @@ class Group:
     def _start_workers(self) -> None:
         assert self._zygote is not None
         with write_job(self._job) as file:
+            self.steps = shared_steps(self._job, file.fileno())
             for rank in self._job.ranks:
                 reading, writing = os.pipe()
                 # A worker that writes half a message must not block the loop that watches all of them.

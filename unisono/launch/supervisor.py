@@ -16,7 +16,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import platform
+import re
 import socket
+import textwrap
 import threading
 import time
 import traceback
@@ -25,7 +28,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
+from unisono.errors import (
+    RemoteTraceback,
+    StoppedError,
+    UnisonoError,
+    UnpicklableError,
+    WorkerDiedError,
+    describe_exit,
+)
 from unisono.launch.group import Group
 from unisono.launch.held_memory import held_memory, save_snapshot
 from unisono.launch.job import Job, rendezvous
@@ -33,6 +43,7 @@ from unisono.launch.messages import add_limit_note
 from unisono.launch.watching.log_directory import log_file, make_log_directory
 from unisono.launch.watching.output import WorkerOutput
 from unisono.outcome import Outcome
+from unisono.report.record import write_fault
 from unisono.stacks import frames_of
 
 if TYPE_CHECKING:
@@ -42,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2  # a signal that another thread took, or that came just before the wait, does not end the wait
+_WORDS = 120  # letters about what has failed
 _READING_S = 1.0  # for work of milliseconds: a thread that is between two groups, or ending, does not answer
 
 
@@ -51,6 +63,9 @@ class Supervisor:
     Args:
         log_directory: of a run that continues after this job; None makes one for the job, if its options name a place.
         others: the other machines, if the workers have peers there.
+
+    Attributes:
+        restarts_for: why its workers are stopped although nothing has failed, to be started again; "" if they are not.
     """
 
     def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
@@ -60,6 +75,7 @@ class Supervisor:
         self._group: Group | None = None
         self.log_directory = log_directory
         self._others = others
+        self.restarts_for = ""
         log_dir = self._options.output.log_dir
         if log_directory is None and log_dir is not None:  # here, so that an invalid one is an error in the caller
             self.log_directory = make_log_directory(log_dir)
@@ -108,6 +124,12 @@ class Supervisor:
         the signal's handler has run only since the end."""
         self._verdict = self._as_asked(self._verdict)
         return self._verdict
+
+    @property
+    def done(self) -> int:
+        """The optimizer steps that the last group had done; those of the one before it, if it has not begun."""
+        steps = [] if self._group is None else self._group.steps
+        return max((each.done for each in steps), default=0) or self._job.done_before
 
     def may_restart(self, error: BaseException | None) -> bool:
         """Whether, after a group has ended with that error, another attempt is wanted and could succeed."""
@@ -179,9 +201,11 @@ class Supervisor:
                 if attempted.error is not None:  # an error of this process: workers add notes to their own
                     add_limit_note(attempted.error)
                 self._record_failures(verdict)
+                self._record_fault(verdict)
                 if restart_count == self._options.max_restarts or not self.may_restart(verdict.error):
                     break
                 tell_restart(verdict, restart_count + 1, self._options.max_restarts)
+                self._job = replace(self._job, done_before=self.done)
             verdict = self._as_asked(verdict)
             if verdict.error is not None and memory == self._job.snapshot_memory:
                 save_snapshot(memory)
@@ -197,6 +221,30 @@ class Supervisor:
                 file = log_file(self.log_directory, worker.rank, "stderr")
                 with contextlib.suppress(OSError), file.open("a") as log:  # the output has reported a full disk
                     log.write(text)
+
+    def _record_fault(self, verdict: Outcome[list[Any]]) -> None:
+        """Add to the record of the first rank here that the group has failed, or was stopped for another one; not that
+        the caller has asked for its end."""
+        if self.log_directory is None or self._group is None or verdict.error is None:
+            return
+        if self._asked_for and not self.restarts_for:
+            return
+        place, steps = self._group.place, self._group.steps
+        first_ns = steps[0].first_ns if steps else None
+        with contextlib.suppress(OSError):  # the rank has reported a full disk
+            write_fault(
+                self.log_directory,
+                place.rank,
+                restart=place.restart_count,
+                world_size=place.world_size,
+                what=self.restarts_for or describe_fault(verdict),
+                at=time.time() - (time.monotonic() - verdict.at if verdict.at else 0.0),
+                host=platform.node(),
+                is_secondary=verdict.is_secondary,
+                done=max((each.done for each in steps), default=0),
+                loaded=max((each.loaded for each in steps if each.loaded is not None), default=None),
+                first_step=first_ns and time.time() - (time.perf_counter_ns() - first_ns) / 1e9,
+            )
 
     def _stopped_after(self) -> int | None:
         """The steps after which the ranks have agreed to stop; None if they have not."""
@@ -246,6 +294,17 @@ def _supervise(supervisor: Supervisor) -> None:
     # Also if no group was started: `pids` must not wait forever.
     supervisor._has_started.set()
     supervisor._has_ended.set()
+
+
+def describe_fault(verdict: Outcome[Any]) -> str:
+    """What has failed, in a few words: "rank 1 was killed by SIGKILL"."""
+    error, rank = verdict.error, re.match(r"rank \d+", verdict.where)
+    if isinstance(error, WorkerDiedError):
+        return f"rank {error.rank} {describe_exit(error.exit_code)}"
+    text = str(error).partition("\n")[0]
+    kind = "" if isinstance(error, UnisonoError) else type(error).__name__
+    place = rank[0] if rank and not text.startswith("rank ") else ""
+    return textwrap.shorten(": ".join(filter(None, [place, kind, text])), _WORDS)
 
 
 def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int) -> None:

@@ -22,6 +22,7 @@ import threading
 from bdb import BdbQuit
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from traceback import walk_stack
@@ -50,6 +51,7 @@ from unisono.launch.starting.process_ends import name_process
 from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.report.record import Recorder
+from unisono.report.steps import StepsDone
 from unisono.world import World, set_process_world
 
 TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
@@ -71,7 +73,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")
     try:
-        job = read_job(job_fd)
+        job, steps = read_job(job_fd)
         place = job.place_of(rank)
         if not place.address:
             place = replace(place, store=os.path.join(directory, "store"))
@@ -82,6 +84,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(job.records or directory, f"rank-{rank}.error.json")
         world = _join_world(job, place)
         world.state.snapshot_memory = job.snapshot_memory
+        world.state.done_before = job.done_before
         world.state.snapshot_every = job.options.snapshot_every
         set_process_world(world)
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
@@ -90,7 +93,10 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
-        recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank)) if job.records else None
+        own = steps[place.local_rank]
+        world.timeline.at_step, world.timeline.at_load = partial(_note_step, own), own.load
+        if job.records:
+            recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank), own)
         with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
             outcome = Outcome.capture(_call_fn, job, world, reporter)
             # Inside the block, so threads that `fn` has left running still count as progress.
@@ -121,6 +127,10 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
             signal.alarm(0)
             atexit._run_exitfuncs()  # what fn has registered, and what has to be flushed
     os._exit(int(outcome.error is not None))
+
+
+def _note_step(steps: StepsDone, _: int, done: int | None) -> None:
+    steps.note(done or 0)
 
 
 def _in_callers_terms(outcome: Outcome[Any], rank: int, world: World | None) -> Outcome[Any]:

@@ -29,7 +29,7 @@ _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "c
 def describe(run: Run, columns: int = 0) -> list[str]:
     """The run now, as lines; sentences as wide as so many columns, or in a line each."""
     rows = [_row(run, each) for each in run.ranks]
-    sentences = [run.verdict, *(f"missing: {text}" for text in run.missing)]
+    sentences = [*filter(None, [run.restarts.summary]), run.verdict, *(f"missing: {text}" for text in run.missing)]
     folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
     table = aligned([_HEADINGS, *rows]).splitlines()
     return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table, "", *folded]

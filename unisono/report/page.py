@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -52,7 +53,7 @@ def page_data(run: Run) -> dict[str, Any]:
         f"{run.seconds:,.1f} s",
         f"{len(run.ranks)} rank(s)",
         f"{report.samples:,} samples, {report.samples_per_second:,.0f} per second" if report.ranks else "no loop",
-        f"{run.restarts} restart(s)",
+        *filter(None, [run.restarts.summary]),
         *run.failures,
     ]
     return {
@@ -61,6 +62,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         "phases": [[label(phase), colours[phase]] for phase in phases],
         "table": _table(run, phases),
+        "restarts": _restarts(run),
         "ranks": [_timeline_of(run, each, phases) for each in run.ranks],
         "missing": run.missing,  # after the timelines, which are read for them
         "charts": list(filter(None, _charts(run))),
@@ -83,18 +85,32 @@ def _table(run: Run, phases: Sequence[str]) -> list[list[str]]:
     return rows
 
 
+def _restarts(run: Run) -> list[list[str]]:
+    """A table of the restarts; [] if there are none."""
+    rows = [["restart", "after", "step", "ranks", "from step", "repeated", "to the next step", "what failed"]]
+    for each in run.restarts.all:
+        before, after = each.ranks
+        seconds = ["" if one is None else f"{one:,.1f} s" for one in (each.noticed_s, each.seconds)]
+        ranks = f"{before or '?'} to {after or '?'}" if before != after else f"{after}"
+        begin = "" if each.continued is None else f"{each.continued:,}"
+        numbers = [f"{each.step:,}", ranks, begin, f"{each.repeated:,}", seconds[1]]
+        rows.append([str(each.number), seconds[0], *numbers, each.what])
+    return rows if len(rows) > 1 else []
+
+
 def _timeline_of(run: Run, record: RankRecord, phases: Sequence[str]) -> dict[str, Any]:
     """What each second was spent on, from the samples; and the spans of the rank's loop."""
-    offset = run.offset(record)
     number = {phase: place for place, phase in enumerate(phases)}
     loops = [spans for track, spans in record.spans().items() if track.startswith("loop")]
     spans = [span for span in max(loops, key=len, default=[]) if span.phase in number]
     seconds = []
-    for before, after in pairwise([{"t": 0.0, "seconds": {}}, *record.samples]):
-        spent = [max(0.0, after["seconds"].get(each, 0.0) - before["seconds"].get(each, 0.0)) for each in phases]
-        length = max(after["t"] - before["t"], sum(spent), 1e-9)
-        times = [round(offset + before["t"], 3), round(offset + after["t"], 3)]
-        seconds.append([*times, [round(each / length, 3) for each in spent]])
+    for attempt in (*record.earlier, record):
+        offset = run.offset(attempt)
+        for before, after in pairwise([{"t": 0.0, "seconds": {}}, *attempt.samples]):
+            spent = [max(0.0, after["seconds"].get(each, 0.0) - before["seconds"].get(each, 0.0)) for each in phases]
+            length = max(after["t"] - before["t"], sum(spent), 1e-9)
+            times = [round(offset + before["t"], 3), round(offset + after["t"], 3)]
+            seconds.append([*times, [round(each / length, 3) for each in spent]])
     return {
         "name": f"rank {record.rank}",
         "seconds": seconds,
@@ -122,13 +138,18 @@ def _charts(run: Run) -> list[dict[str, Any] | None]:
 
 
 def _charts_of_logged(run: Run) -> list[dict[str, Any]]:
-    """A chart for each of the first numbers that the loop has logged, the losses before others."""
-    logged = [line for each in run.ranks[:1] for sample in each.samples for line in sample["logged"]]
-    names = dict.fromkeys(name for _, _, values in logged for name, value in values.items() if _is_number(value))
-    x = [number if step is None else step for number, (_, step, _) in enumerate(logged)]
+    """A chart for each of the first numbers that the loop has logged, the losses before others; of steps that were
+    repeated, what was logged last."""
+    attempts = [each for rank in run.ranks[:1] for each in (*rank.earlier, rank)]
+    lines = (line for each in attempts for sample in each.samples for line in sample["logged"])
+    logged: defaultdict[float, dict[str, Any]] = defaultdict(dict)
+    for number, (_, step, values) in enumerate(lines):
+        logged[number if step is None else step] |= values
+    names = dict.fromkeys(name for values in logged.values() for name in values if _is_number(values[name]))
+    x = sorted(logged)
     charts = []
     for name in sorted(names, key=lambda name: "loss" not in name.lower())[:_MAX_LOGGED]:
-        values = [value if _is_number(value := line[2].get(name)) else None for line in logged]
+        values = [value if _is_number(value := logged[at].get(name)) else None for at in x]
         found = [value for value in values if value is not None]
         is_log = min(found) > 0 and max(found) > 100 * min(found)
         charts.append(_chart(name, "", "step", x, [[name, values]], log=is_log))
@@ -181,14 +202,11 @@ def _cores(record: RankRecord) -> list[float]:
 
 def _chart_over_time(run: Run, title: str, unit: str, values: Any) -> dict[str, Any] | None:
     """A line for each rank, on one axis of time: a rank has no value at another one's times."""
-    points = {
-        each.rank: {
-            round(run.offset(each) + one["t"], 1): round(float(value), 3)
-            for one, value in zip(each.samples, values(each), strict=True)
-        }
-        for each in run.ranks
-        if each.samples
-    }
+    points: dict[int, dict[float, float]] = {}
+    for record in (each for rank in run.ranks for each in (*rank.earlier, rank) if each.samples):
+        offset, found = run.offset(record), points.setdefault(record.rank, {})
+        for one, value in zip(record.samples, values(record), strict=True):
+            found[round(offset + one["t"], 1)] = round(float(value), 3)
     x = sorted({at for found in points.values() for at in found})
     return (
         _chart(title, unit, "s", x, [[f"rank {rank}", [found.get(at) for at in x]] for rank, found in points.items()])

@@ -1,7 +1,8 @@
 """The record of a rank: what it does, second by second, in files that can be read while the run goes on.
 
     rank-0.jsonl         one JSON object per line: who the rank is; then, every second, the numbers of its `RankSummary`
-                         so far, and what is new since the line before; at last, how it ended. A restart appends.
+                         so far, and what is new since the line before; at last, how it ended. A restart appends. If the
+                         group has failed, its launcher adds what it knows: see `write_fault`
     rank-0.spans.jsonl   at the end, a line: the latest spans of its threads
     digests.jsonl        of rank zero, with virtual ranks: what its bits depend on, its command, the digests of some
                          steps (`training/digests.py`), and each checkpoint that was saved or loaded
@@ -26,6 +27,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
@@ -34,6 +36,7 @@ from typing import Any
 import psutil
 import torch
 
+from unisono.report.steps import StepsDone
 from unisono.report.summary import CLOCK, summarise
 from unisono.timeline import EVALUATE, LOG, SAVE, STEP, Track
 from unisono.world import World
@@ -48,13 +51,19 @@ logger = logging.getLogger(__name__)
 
 class Recorder:
     """Writes the record of the rank of a world into a directory; and what torch.profiler sees of some of its steps,
-    numbered from 1, into `rank-0.trace.json`."""
+    numbered from 1, into `rank-0.trace.json`. `steps` are those that the rank has done."""
 
-    def __init__(self, world: World, directory: Path, profiled: range | None = None) -> None:
+    def __init__(
+        self, world: World, directory: Path, profiled: range | None = None, steps: StepsDone | None = None
+    ) -> None:
         self._world = world
+        self._steps = steps or StepsDone()
+        self._before_load = 0  # steps of this attempt that were taken before a state was loaded
+        self._at_profiled: Callable[[int], None] | None = None
         self._path = directory / f"rank-{world.rank}.jsonl"
         self._spans = directory / f"rank-{world.rank}.spans.jsonl"
         world.timeline.is_recorded = True
+        world.timeline.at_step, world.timeline.at_load = self._note_step, self._note_load
         self._lock = threading.RLock()
         self._began_ns = self._read_ns = time.perf_counter_ns()
         self._left_ns = 0  # of the step that had not ended at the last reading
@@ -90,7 +99,7 @@ class Recorder:
 
     def end(self, error: BaseException | None) -> None:
         """Write the last lines, and the spans."""
-        if self._world.timeline.at_step is not None:
+        if self._at_profiled is not None:
             logger.warning(
                 "the run has ended before the last step to be profiled: there is no trace of rank %d", self._world.rank
             )
@@ -108,7 +117,7 @@ class Recorder:
     def _profile(self, steps: range) -> None:
         """Start torch.profiler before the first of these steps, and write its trace after the last; in the loop's
         thread."""
-        profiler, timeline = torch.profiler.profile(), self._world.timeline
+        profiler = torch.profiler.profile()
 
         def at_step(number: int) -> None:
             try:
@@ -117,15 +126,25 @@ class Recorder:
                     with torch.profiler.record_function(f"{CLOCK}{time.perf_counter_ns() - self._began_ns}"):
                         pass
                 elif number == steps.stop - 1:
-                    timeline.at_step = None
+                    self._at_profiled = None
                     profiler.stop()
                     profiler.export_chrome_trace(str(self._path.with_suffix(".trace.json")))
             except Exception as error:  # a full disk, or another profiler that runs
-                timeline.at_step = None
+                self._at_profiled = None
                 logger.warning("steps %d to %d are not profiled: %s", steps.start, steps.stop - 1, error)
 
-        timeline.at_step = at_step
+        self._at_profiled = at_step
         at_step(0)
+
+    def _note_step(self, number: int, done: int | None) -> None:
+        """In the loop's thread, after each step: without I/O."""
+        self._steps.note((self._steps.loaded or 0) + number - self._before_load if done is None else done)
+        if self._at_profiled is not None:
+            self._at_profiled(number)
+
+    def _note_load(self, done: int) -> None:
+        self._steps.load(done)
+        self._before_load = sum(track.counts.get("steps", 0) for track in self._world.timeline.tracks())
 
     def _write_sample(self) -> None:
         try:
@@ -135,11 +154,14 @@ class Recorder:
             self._give_up(error)
 
     def _numbers(self) -> dict[str, Any]:
-        loop = self._loop()
+        loop, first_ns = self._loop(), self._steps.first_ns
         return {
             "t": self._seconds(time.perf_counter_ns()),
             "phase": "" if loop is None else loop.current or "",
             "doing": getattr(self._world.comm, "current", None) or "",
+            "done": self._steps.done,
+            "loaded": self._steps.loaded,
+            "first_step": None if first_ns is None else self._seconds(first_ns),
             "step_seconds": self._new_steps(loop),
             "logged": self._new_logged(),
             "machine_cpu": psutil.cpu_percent() / 100,
@@ -195,6 +217,20 @@ class Recorder:
             return
         self._is_broken = True
         logger.warning("the record %s is incomplete from here on, the run continues: %s", self._path, error)
+
+
+def write_fault(directory: Path, rank: int, **facts: Any) -> None:
+    """Add to the record of a rank that its group has failed, once that has ended: what its launcher knows of it, also
+    where the rank was killed. Raises OSError.
+
+    Args:
+        rank: the first one of the machine.
+        facts: `restart` and `world_size` of the attempt; `what` failed; `at`, when it was noticed, as a time of day in
+            seconds of `host`; whether it `is_secondary`; the steps `done`, those of the state that was `loaded`, and
+            when the `first_step` ended.
+    """
+    with (directory / f"rank-{rank}.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"fault": facts}) + "\n")  # it may have been killed in the middle of a line
 
 
 def _usage() -> dict[str, float]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from unisono.report.record import SLOWER
+from unisono.report.restarts import Restarts, restarts_of
 from unisono.report.summary import RankSummary, Report
 from unisono.timeline import Span
 
@@ -25,7 +28,7 @@ _SILENT_S = 10.0  # after a line was due: the rank is no longer there, or its ma
 
 @dataclass
 class RankRecord:
-    """What one rank has recorded since its last restart.
+    """What one rank has recorded in one attempt, since its last restart.
 
     Attributes:
         rank: its number.
@@ -33,7 +36,8 @@ class RankRecord:
         samples: the lines of each second, in order; `t` is in seconds since the beginning.
         end: "finished", or the error that has ended it; None if no end is recorded.
         checkpoint: the place of the last one that the rank has saved; "" if it has ended without any.
-        restarts: the number of attempts before this one that the file has.
+        earlier: the attempts before this one that the file has.
+        faults: of the file, what its launcher knows of attempts that have failed: see `write_fault`.
         cut: what is missing, in words.
         path: the file.
     """
@@ -44,8 +48,14 @@ class RankRecord:
     samples: list[dict[str, Any]] = field(default_factory=list)
     end: str | None = None
     checkpoint: str = ""
-    restarts: int = 0
+    earlier: list[RankRecord] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+
+    @property
+    def restarts(self) -> int:
+        """The number of attempts before this one that the file has."""
+        return len(self.earlier)
 
     @property
     def began(self) -> float:
@@ -102,11 +112,26 @@ class RankRecord:
 
 
 @dataclass
+class Attempt:
+    """One start of all ranks: their records, in rank order, and what their launchers know of its failure."""
+
+    ranks: list[RankRecord] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def fault(self) -> dict[str, Any]:
+        """That of the machine which knows the cause; {} if none is recorded."""
+        return min(self.faults, key=lambda each: (each["is_secondary"], each["at"]), default={})
+
+
+@dataclass
 class Run:
-    """The records of all ranks, in rank order, and what is missing of them."""
+    """The records of all ranks, in rank order, and what is missing of them; those of the last attempt, and all
+    attempts."""
 
     directory: Path
     ranks: list[RankRecord]
+    attempts: list[Attempt]
 
     @property
     def command(self) -> str:
@@ -150,18 +175,19 @@ class Run:
 
     @property
     def began(self) -> float:
-        """When the first rank began, as a time of day in seconds, by the clock of the first machine."""
-        return self._began_beside(next((each for each in self.ranks if each.facts), self.ranks[0]))
+        """When the first rank of the first attempt began, as a time of day in seconds, by the clock of its machine."""
+        first = next((each.ranks for each in self.attempts if each.ranks), self.ranks)
+        return _first_beside(next((each for each in first if each.facts), first[0]), first)
 
     @property
     def seconds(self) -> float:
-        """The time from the begin of the first rank to the last line of any."""
+        """The time from the begin of the first attempt to the last line of any rank."""
         return max((self.offset(each) + each.samples[-1]["t"] for each in self.ranks if each.samples), default=0.0)
 
-    @property
-    def restarts(self) -> int:
-        """The number of attempts before the last one, of which alone the numbers are."""
-        return max((each.restarts for each in self.ranks), default=0)
+    @cached_property
+    def restarts(self) -> Restarts:
+        """What the restarts have cost; the other numbers are those of the last attempt."""
+        return restarts_of(self.attempts)
 
     def device_of(self, record: RankRecord) -> str:
         """The device of a rank, and its machine if there are several; "" if the rank has not recorded a second."""
@@ -173,26 +199,26 @@ class Run:
         """Seconds from the begin of the run to that of a rank's record.
 
         The clocks of machines may differ. Ranks begin as soon as all have joined the world, so the first rank of each
-        machine is placed at the begin of the run, and the others of the machine after it by their common clock.
+        machine is placed at the begin of its attempt, and the others of the machine after it by their common clock. An
+        attempt is placed by the clocks of the machines of its first rank and of that of the first attempt.
         """
-        return record.began - self._began_beside(record)
-
-    def _began_beside(self, record: RankRecord) -> float:
-        """When the first rank on the machine of this one began, by its clock."""
-        host = record.facts.get("host")
-        return min(each.began for each in self.ranks if each.facts.get("host") == host)
+        own = next((each.ranks for each in self.attempts if any(record is one for one in each.ranks)), self.ranks)
+        begin = _first_beside(next((each for each in own if each.facts), own[0]), own) - self.began
+        return begin + record.began - _first_beside(record, own)
 
     @property
     def failures(self) -> list[str]:
-        """The errors that have ended ranks, in words."""
-        return [f"rank {each.rank} ended by {each.end}" for each in self.ranks if each.end not in (None, "finished")]
+        """What has ended the last attempt, in words: as its launcher knows it, and the errors of ranks."""
+        ends = [f"rank {each.rank} ended by {each.end}" for each in self.ranks if each.end not in (None, "finished")]
+        fault = self.attempts[-1].fault
+        return [*([f"ended at step {fault['done']:,}: {fault['what']}"] if fault else []), *ends]
 
     @property
     def missing(self) -> list[str]:
         """What the records lack, in words."""
         size = max((each.facts.get("world_size", 0) for each in self.ranks), default=0)
         there = {each.rank for each in self.ranks}
-        what = " of the last attempt" if self.restarts else ""
+        what = " of the last attempt" if any(each.earlier for each in self.ranks) else ""
         found = [f"rank {rank} has left no record{what}" for rank in range(size) if rank not in there]
         for each in self.ranks:
             found += [f"rank {each.rank}: {text}" for text in dict.fromkeys(each.cut)]
@@ -221,10 +247,39 @@ def read_run(path: str | Path) -> Run:
             "spawn(output=Output(log_dir)), "
             "or unisono run --log-dir, has written"
         )
-    last = max(each.facts.get("restart", 0) for each in records)
+    attempts = _attempts(records)
     # A machine that was lost leaves records of an attempt that has been repeated without it.
-    kept = [each for each in records if each.facts.get("restart", last) == last]
-    return Run(files[0].parent, sorted(kept, key=lambda each: each.rank))
+    return Run(files[0].parent, next(each.ranks for each in reversed(attempts) if each.ranks), attempts)
+
+
+def _attempts(records: Sequence[RankRecord]) -> list[Attempt]:
+    """The attempts of which there are any records, in their order."""
+    found: defaultdict[tuple[int, int], Attempt] = defaultdict(Attempt)
+
+    def attempt_of(facts: dict[str, Any]) -> Attempt:  # a machine that comes back changes only the number of ranks
+        return found[facts.get("restart", 0), facts.get("world_size", 0)]
+
+    for record in sorted(records, key=lambda each: each.rank):
+        for each in filter(lambda one: one.facts, (*record.earlier, record)):
+            ranks = attempt_of(each.facts).ranks
+            ranks[:] = [*(one for one in ranks if one.rank != each.rank), each]
+        for fault in record.faults:
+            attempt_of(fault).faults.append(fault)
+
+    def order(key: tuple[int, int]) -> tuple[int, float]:
+        began = [each.began for each in found[key].ranks]
+        return key[0], min(began or [each["at"] for each in found[key].faults])
+
+    attempts = [found[key] for key in sorted(found, key=order)] or [Attempt()]
+    last = [*attempts[-1].ranks, *(each for each in records if not each.facts)]
+    attempts[-1].ranks = sorted(last, key=lambda each: each.rank)
+    return attempts
+
+
+def _first_beside(record: RankRecord, ranks: Sequence[RankRecord]) -> float:
+    """When the first rank on the machine of this one began, by its clock."""
+    host = record.facts.get("host")
+    return min((each.began for each in ranks if each.facts.get("host") == host), default=record.began)
 
 
 def summary_of(sample: dict[str, Any]) -> RankSummary:
@@ -244,8 +299,11 @@ def read_rank(path: Path) -> RankRecord:
         if found is None:
             cut.append(number)
         elif "began" in found:
-            record.restarts += bool(record.facts)
+            if record.facts:
+                record.earlier.append(replace(record, earlier=[], faults=[]))
             record.facts, record.samples, record.end = found, [], None
+        elif "fault" in found:
+            record.faults.append(found["fault"])
         elif "end" in found:
             record.end, record.checkpoint = found["end"], found.get("checkpoint", "")
         elif found.keys() >= _NEEDED:

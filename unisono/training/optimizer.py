@@ -183,7 +183,7 @@ def optimizer_step(
                 world.backend.synchronize(world.device)
         track.count("steps")
         if world.timeline.at_step is not None:
-            world.timeline.at_step(track.counts["steps"])
+            world.timeline.at_step(track.counts["steps"], None)
         return result
     finally:  # a step that has failed is over, too
         steps.take_step(optimizer)

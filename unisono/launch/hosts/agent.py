@@ -283,7 +283,8 @@ class Agent(SimpleElasticAgent):
             store=f"unisono/ranks/{name}",
         )
         caller = replace(caller, environ={**caller.environ, **_variables_of_group(group, self._options)})
-        job = replace(self._job, place=place, caller=caller)
+        done = 0 if self._supervisor is None else self._supervisor.done
+        job = replace(self._job, place=place, caller=caller, done_before=done)
         # set before reports can arrive
         self._supervisor = Supervisor(job, self._log_directory, self.others)
         # Before the workers start: their first report must belong to this round.
@@ -329,6 +330,8 @@ class Agent(SimpleElasticAgent):
 
     @overrides(STOP_WORKERS)
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        if self._supervisor is not None:  # if its workers have not ended, torch's agent lets a machine join
+            self._supervisor.restarts_for = "another machine has joined"
         self._shutdown()
 
     @overrides(SHUTDOWN)

@@ -94,7 +94,6 @@ class Stepper:
         checks: functions of the schedulers that follow it, called before each step that is taken.
         taken: the steps taken, without the calls that did not step: between microbatches, and after an overflow.
         find_engines: looks for the prepared models that have some of its parameters; set by `PreparedObjects`.
-        note_taken: called after each step that was taken.
         was_skipped: whether the last due step was skipped, after an overflow or because no sample counted.
     """
 
@@ -121,7 +120,6 @@ class Stepper:
         self._has_warned = False
         self._num_groups = len(optimizer.param_groups)
         self.find_engines: Callable[[Stepper], None] = lambda stepper: None
-        self.note_taken: Callable[[], None] | None = None
         self._plain_step, self._plain_zero = step or optimizer.step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
@@ -215,9 +213,7 @@ class Stepper:
             self._digests.note_step(self.taken.steps, self._engines)
         track.counts["steps"] += 1
         if self.world.timeline.at_step is not None:
-            self.world.timeline.at_step(track.counts["steps"])
-        if self.note_taken is not None:
-            self.note_taken()
+            self.world.timeline.at_step(track.counts["steps"], self.taken.steps)
         self.was_skipped = self.taken.steps == before
         return result
 
