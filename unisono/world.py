@@ -44,7 +44,7 @@ class RankState:
         deliveries: the batches it has received.
         seeds_batches: whether its generators are seeded with each batch, so that nothing depends on their states.
         command: what `unisono run` has started, as `describe_command` returns it.
-        snapshot_memory: the path of the memory that its launcher holds for snapshots; "" if there is none.
+        held_memory: the path of the memory that its launcher holds, for snapshots; "" if there is none.
         done_before: the optimizer steps that the ranks had done when they were started again.
         snapshot_every: the default of `Accelerator(snapshot_every=)`.
     """
@@ -53,7 +53,7 @@ class RankState:
         self.deliveries = Deliveries()
         self.seeds_batches = False
         self.command: dict[str, Any] | None = None
-        self.snapshot_memory, self.done_before = "", 0
+        self.held_memory, self.done_before = "", 0
         self.snapshot_every: int | None = None
         self._parts: dict[Any, Any] = {}
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from unisono.launch.held_memory import SIZE
+from unisono.launch.held_memory import MOST_RANKS, SIZE
 
 MOST_SLOTS = 8
 ALL = range(1 << 62)
@@ -32,7 +32,7 @@ ALL = range(1 << 62)
 
 _REGION = 1 << 38  # bytes
 _OF_RANK = _REGION * MOST_SLOTS
-_ATTEMPT = _OF_RANK * 256
+_ATTEMPT = _OF_RANK * MOST_RANKS
 _ATTEMPTS = SIZE // _ATTEMPT  # then their regions are used again
 _PAGE = 4096
 _ALIGNED = 64  # bytes: tensors that begin there are copied fast
@@ -238,8 +238,7 @@ def _regions(file: int) -> list[int]:
     """Where the regions begin that were written to."""
     found, at = [], 0
     with suppress(OSError):  # there is no more
-        while True:
-            at = os.lseek(file, at, os.SEEK_DATA)
+        while (at := os.lseek(file, at, os.SEEK_DATA)) < SIZE:
             found.append(at - at % _REGION)
             at = found[-1] + _REGION
     return found

@@ -239,7 +239,7 @@ class Snapshots:
 def _open_memory(world: World) -> int:
     """A descriptor of the launcher's memory; of one of this process, if nothing has started it that would start it
     again."""
-    place = world.state.snapshot_memory
+    place = world.state.held_memory
     if place:
         return os.open(place, os.O_RDWR | os.O_CLOEXEC)
     made = create_memory() if world.world_size == 1 else None

@@ -32,8 +32,9 @@ import psutil
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import StackCollection
+from unisono.launch.held_memory import shared_steps
 from unisono.launch.hosts.environment import RankPlace
-from unisono.launch.job import Job, shared_steps, write_job
+from unisono.launch.job import Job, write_job
 from unisono.launch.messages import FULL_SHM, say_once
 from unisono.launch.reports import Kind, Pulse
 from unisono.launch.starting import wire
@@ -181,7 +182,7 @@ class Group:
     def _start_workers(self) -> None:
         assert self._zygote is not None
         with write_job(self._job) as file:
-            self.steps = shared_steps(self._job, file.fileno())
+            self.steps = shared_steps(self._job.held_memory, len(self._job.ranks), is_new=True)
             for rank in self._job.ranks:
                 reading, writing = os.pipe()
                 # A worker that writes half a message must not block the loop that watches all of them.

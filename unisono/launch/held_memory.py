@@ -1,9 +1,13 @@
-"""The memory in which workers leave their snapshots (`checkpoint/snapshot_memory.py`): held by the process that starts
-them again, and gone with it."""
+"""Memory that outlives the workers: held by the process that starts them again, and gone with it. It has the snapshots
+(`checkpoint/snapshot_memory.py`), and behind them the steps that each rank of this machine has done.
+
+*Threads:* each rank writes what is its own; the launcher reads, and clears the steps before it starts a group.
+"""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -11,41 +15,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unisono.launch.starting.process_ends import interpreter_command
+from unisono.report.steps import NUMBERS, StepsDone
 
 logger = logging.getLogger(__name__)
 
 SIZE = 1 << 62
-"""Its bytes. It is sparse: it takes what was written."""
+"""The bytes that there are for snapshots. It is sparse: it takes what was written."""
+MOST_RANKS = 256
+"""Of a machine."""
+
+_STEPS = 8 * NUMBERS * MOST_RANKS
+_STEPS += -_STEPS % mmap.ALLOCATIONGRANULARITY
 
 
 def create_memory() -> int | None:
     """A descriptor of an empty memory; None where the system has no file without a name."""
     if not hasattr(os, "memfd_create"):
         return None
-    file = os.memfd_create("unisono-snapshots", os.MFD_CLOEXEC)
-    os.ftruncate(file, SIZE)
+    file = os.memfd_create("unisono-held", os.MFD_CLOEXEC)
+    os.ftruncate(file, SIZE + _STEPS)
     return file
-
-
-def has_content(path: str) -> bool:
-    """Whether something was written to the memory of that path."""
-    try:
-        with open(path, "rb") as file:
-            os.lseek(file.fileno(), 0, os.SEEK_DATA)
-    except OSError:  # it has none, or there is none
-        return False
-    return True
-
-
-def save_snapshot(path: str) -> None:
-    """Save the newest snapshot in that memory as a checkpoint, if the script would load it. In a process of its own,
-    which ends by itself: this one knows nothing of checkpoints."""
-    if has_content(path):
-        code = f"from unisono.checkpoint.snapshot_contents import rescue; rescue({path!r})"
-        ended = subprocess.run(interpreter_command(code), capture_output=True, text=True, check=False)
-        sys.stderr.write(ended.stderr if ended.returncode == 0 else "")
-        if ended.returncode:
-            logger.warning("the last snapshot could not be saved: %s", ended.stderr.strip().rpartition("\n")[2])
 
 
 @contextmanager
@@ -57,3 +46,40 @@ def held_memory() -> Iterator[str]:
     finally:
         if file is not None:
             os.close(file)
+
+
+def shared_steps(path: str, count: int, is_new: bool = False) -> list[StepsDone]:
+    """The steps that each of the ranks of this machine has done, in the memory of that path. Without one, or for more
+    ranks than it is made for, they are in this process alone.
+
+    Args:
+        is_new: the ranks are about to be started, and have done none.
+    """
+    if not path or count > MOST_RANKS:
+        return [StepsDone() for _ in range(count)]
+    with open(path, "r+b", buffering=0) as file:
+        numbers = memoryview(mmap.mmap(file.fileno(), _STEPS, offset=SIZE)).cast("q")[: NUMBERS * count]
+    if is_new:
+        numbers[:] = memoryview(bytes(numbers.nbytes)).cast("q")
+    return [StepsDone(numbers[start : start + NUMBERS]) for start in range(0, len(numbers), NUMBERS)]
+
+
+def save_snapshot(path: str) -> None:
+    """Save the newest snapshot in that memory as a checkpoint, if the script would load it. In a process of its own:
+    this one knows nothing of checkpoints."""
+    if not _has_snapshots(path):
+        return
+    code = f"from unisono.checkpoint.snapshot_contents import rescue; rescue({path!r})"
+    ended = subprocess.run(interpreter_command(code), capture_output=True, text=True, check=False)
+    if ended.returncode == 0:
+        sys.stderr.write(ended.stderr)
+    else:
+        logger.warning("the last snapshot could not be saved: %s", ended.stderr.strip().rpartition("\n")[2])
+
+
+def _has_snapshots(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return os.lseek(file.fileno(), 0, os.SEEK_DATA) < SIZE
+    except OSError:  # nothing was written, or there is no memory
+        return False

@@ -40,7 +40,6 @@ from unisono.launch.imported_modules import describe_modules
 from unisono.launch.options import Options
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import search_path
-from unisono.report.steps import NUMBERS, StepsDone
 
 _NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
 SOCKETS = "multiprocessing"
@@ -81,7 +80,7 @@ class Job:
         call: `Settings`, then `(fn, args)`, pickled by value where needed.
         num_threads: CPU threads of each worker.
         records: the directory of the ranks' records; "" for none.
-        snapshot_memory: the path of the memory for snapshots; "" for none.
+        held_memory: the path of the memory that its launcher holds; "" for none.
         done_before: the optimizer steps that the attempt before had done; 0 if there was none.
         place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
         secret: by which such ranks sign what they send one another by gloo: other users reach the loopback, too.
@@ -94,7 +93,7 @@ class Job:
     place: RankPlace
     caller: Caller = field(default_factory=Caller)
     records: str = ""
-    snapshot_memory: str = ""
+    held_memory: str = ""
     done_before: int = 0
     secret: str = field(default_factory=lambda: token_hex(32), repr=False)
 
@@ -114,28 +113,20 @@ class Job:
 
 
 def write_job(job: Job) -> IO[bytes]:
-    """Write what the workers read in their first lines, into a file without a name: on Linux it is only in memory. At
-    its end there is room for the steps that each has done."""
+    """Write what the workers read in their first lines, into a file without a name: on Linux it is only in memory."""
     create = getattr(os, "memfd_create", None)
     file: Any = open(create("unisono-job"), "wb") if create else tempfile.TemporaryFile()  # noqa: SIM115 - returned
     pickle.dump(job, file)
-    file.write(bytes(-file.tell() % 8 + 8 * NUMBERS * job.place.local_world_size))
     file.flush()
     return file  # type: ignore[no-any-return]
 
 
-def read_job(descriptor: int) -> tuple[Job, list[StepsDone]]:
-    """Read what `write_job` has written; with the steps that each worker of this machine has done."""
+def read_job(descriptor: int) -> Job:
+    """Read what `write_job` has written."""
     # Mapped, since all workers share one position in the file.
     with open(descriptor, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         job: Job = pickle.loads(data)
-        return job, shared_steps(job, descriptor)
-
-
-def shared_steps(job: Job, descriptor: int) -> list[StepsDone]:
-    """The steps that each worker of this machine has done, in that file, which it shares with its supervisor."""
-    numbers = memoryview(mmap.mmap(descriptor, 0)).cast("q")[-NUMBERS * job.place.local_world_size :]
-    return [StepsDone(numbers[start : start + NUMBERS]) for start in range(0, len(numbers), NUMBERS)]
+    return job
 
 
 @contextmanager

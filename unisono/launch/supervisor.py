@@ -193,8 +193,8 @@ class Supervisor:
 
     def _run_attempts(self) -> Outcome[list[Any]]:
         with self._wake_r, self._wake_w, held_memory() as memory:
-            if not self._job.snapshot_memory:  # otherwise the agent holds one
-                self._job = replace(self._job, snapshot_memory=memory)
+            if not self._job.held_memory:  # otherwise the agent holds one
+                self._job = replace(self._job, held_memory=memory)
             for restart_count in range(self._options.max_restarts + 1):
                 attempted = Outcome.capture(self._run_attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)
@@ -207,7 +207,7 @@ class Supervisor:
                 tell_restart(verdict, restart_count + 1, self._options.max_restarts)
                 self._job = replace(self._job, done_before=self.done)
             verdict = self._as_asked(verdict)
-            if verdict.error is not None and memory == self._job.snapshot_memory:
+            if verdict.error is not None and memory == self._job.held_memory:
                 save_snapshot(memory)
         return verdict
 

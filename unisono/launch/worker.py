@@ -38,6 +38,7 @@ from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.comm.sealing import use_secret
 from unisono.comm.selection import innermost, translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
+from unisono.launch.held_memory import shared_steps
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import SOCKETS, Caller, Job, read_job
@@ -73,7 +74,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")
     try:
-        job, steps = read_job(job_fd)
+        job = read_job(job_fd)
         place = job.place_of(rank)
         if not place.address:
             place = replace(place, store=os.path.join(directory, "store"))
@@ -83,7 +84,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         # torch's `record` writes an error of the script there.
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(job.records or directory, f"rank-{rank}.error.json")
         world = _join_world(job, place)
-        world.state.snapshot_memory = job.snapshot_memory
+        world.state.held_memory = job.held_memory
         world.state.done_before = job.done_before
         world.state.snapshot_every = job.options.snapshot_every
         set_process_world(world)
@@ -93,7 +94,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
-        own = steps[place.local_rank]
+        own = shared_steps(job.held_memory, len(job.ranks))[place.local_rank]
         world.timeline.at_step, world.timeline.at_load = partial(_note_step, own), own.load
         if job.records:
             recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank), own)

@@ -157,7 +157,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
             max_restarts=job.options.max_restarts,
             monitor_interval=_LOOK_S,
         )
-        job = replace(job, snapshot_memory=stack.enter_context(held_memory()))
+        job = replace(job, held_memory=stack.enter_context(held_memory()))
         agent = Agent(spec, job, options, log_directory)
         with agent.others.attended(is_host):
             verdict = _run(agent, options, left_out)
