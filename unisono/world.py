@@ -45,6 +45,7 @@ class RankState:
         seeds_batches: whether its generators are seeded with each batch, so that nothing depends on their states.
         command: what `unisono run` has started, as `describe_command` returns it.
         held_memory: the path of the memory that its launcher holds, for snapshots; "" if there is none.
+        groups_before: how many groups of the same run were started before this rank's, for whatever reason.
         done_before: the optimizer steps that the ranks had done when they were started again.
         snapshot_every: the default of `Accelerator(snapshot_every=)`.
     """
@@ -53,7 +54,7 @@ class RankState:
         self.deliveries = Deliveries()
         self.seeds_batches = False
         self.command: dict[str, Any] | None = None
-        self.held_memory, self.done_before = "", 0
+        self.held_memory, self.groups_before, self.done_before = "", 0, 0
         self.snapshot_every: int | None = None
         self._parts: dict[Any, Any] = {}
 

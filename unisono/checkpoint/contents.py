@@ -28,8 +28,8 @@ Format = Literal["torch", "safetensors"]
 @dataclass
 class Contents:
     """The contents of a checkpoint: of each object its kind and class, and its state in plain form, on the host; of
-    each rank, "states" of its loaders, "generators", "extra"; what its models keep beside their parameters, and its
-    gradients of an unfinished step, if any."""
+    each rank, but for those of a machine that was lost, "states" of its loaders, "generators", "extra"; what its models
+    keep beside their parameters, and its gradients of an unfinished step, if any."""
 
     path: Location
     manifest: Manifest

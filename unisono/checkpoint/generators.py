@@ -46,11 +46,11 @@ def keep_device_generator(states: Mapping[str, Any], world: World) -> None:
         world.backend.set_rng_state(states["device"][1], world.device)
 
 
-def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None:
+def restore_generators(saved: Sequence[Mapping[str, Any]], saved_by: int, world: World) -> None:
     """Continue this rank's generators from the saved state of the rank with the same number.
 
-    On another number of ranks, or another kind of device, the run cannot be the same, as a log line says: the others
-    are reseeded.
+    On another number of ranks, or another kind of device, or if not those of all ranks were `saved_by` them, the run
+    cannot be the same, as a log line says: the others are reseeded.
     """
     own = saved[world.rank] if world.rank < len(saved) else None
     # Derived from the saved state, so that each resumption continues alike.
@@ -66,11 +66,13 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
         world.backend.set_rng_state(state, world.device)
     if world.state.seeds_batches:
         return
-    if world.rank == 0 and (len(saved) != world.world_size or (not is_same_kind and (kind or state is not None))):
+    is_of_all = len(saved) == saved_by == world.world_size
+    if world.rank == 0 and (not is_of_all or (not is_same_kind and (kind or state is not None))):
         logger.warning(
-            "saved by %d ranks on %s, loaded by %d on %s: random numbers (dropout) will differ from here on; random "
+            "saved by %d ranks on %s%s, loaded by %d on %s: random numbers (dropout) will differ from here on; random "
             "generators that were not saved start with new seeds",
-            *(len(saved), kind or CPU, world.world_size, world.device.type),
+            *(saved_by, kind or CPU, f" ({len(saved)} of them are left)" * (len(saved) != saved_by)),
+            *(world.world_size, world.device.type),
         )
 
 

@@ -124,10 +124,8 @@ class PreparedStates:
             place = self._root.location
             self._home = os.path.abspath(place) if isinstance(place, Path) else place, self._limit
 
-        def find() -> Contents:
-            return read_newest(folder, None if self._snapshots is None else self._snapshots.newest())
-
-        restored = self._saver.load(find, self._named_objects(), must_exist, choose)
+        in_memory = None if self._snapshots is None else self._snapshots.newest()
+        restored = self._saver.load(partial(read_newest, folder, in_memory), self._named_objects(), must_exist, choose)
         if self._snapshots is not None:
             self._snapshots.note_load(0 if restored is None else restored.loaded.step)
         if restored is None:
@@ -169,7 +167,12 @@ class PreparedStates:
         objects = self._named_objects()
         if skips:
             objects = {name: each for name, each in objects.items() if kind_of(name, each) not in OF_EACH_RANK}
-        find = partial(self._snapshots.before, self._num_steps() - steps)
+        found = self._snapshots.before(self._num_steps() - steps)
+
+        def find() -> Contents:
+            assert found is not None  # on rank zero
+            return found
+
         restored = self._saver.load(find, objects, generates_alike=not skips)
         assert restored is not None
         self._continue_from(restored)

@@ -24,7 +24,7 @@ from unisono.loaders.sources import is_stateful
 from unisono.training.prepared.metrics import is_metric
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.step_checks import engines_of
-from unisono.training.strategies.sharded import cut_of, is_distributed, is_first
+from unisono.training.strategies.sharded import cut_of, is_distributed, is_first, is_sharded
 from unisono.training.strategies.states import (
     by_parameter,
     load_model_state,
@@ -87,6 +87,12 @@ def meet(each: Any, saves: bool = False) -> None:
     """Have ranks that step alone be in one state of this object, if it is a prepared model: `Engine.meet`."""
     for engine in engines_of(user_module(each)):
         engine.equalize_ranks(saves)
+
+
+def are_divided(objects: Objects) -> bool:
+    """Whether a model, or an optimizer's state, is divided among the ranks. The same on all ranks."""
+    modules = [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
+    return any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
 
 
 # Saving.

@@ -29,6 +29,7 @@ from unisono.checkpoint.generators import generator_states, keep_device_generato
 from unisono.checkpoint.objects import (
     Copy,
     Objects,
+    are_divided,
     check_fit,
     divided_states,
     kept_states,
@@ -48,9 +49,8 @@ from unisono.launch.process_group import suppress_greetings
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.outcome import Outcome, add_note_once
 from unisono.training.digests import record_checkpoint
-from unisono.training.strategies.sharded import gather_aside, is_sharded
+from unisono.training.strategies.sharded import gather_aside
 from unisono.training.strategies.states import broadcast_entries
-from unisono.training.strategies.zero1 import is_divided
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -258,10 +258,10 @@ class Saver:
             found.append(kept if self.world.rank == 0 else None)
         return found
 
-    def _load_kept(self, objects: Objects, kept: Sequence[Any] | None, saved_by: int) -> None:
+    def _load_kept(self, objects: Objects, kept: Sequence[Any] | None, is_of_all: bool, saved_by: int) -> None:
         """Load what the models of each rank have kept, which rank zero has. A collective."""
         world = self.world
-        if saved_by == world.world_size:
+        if is_of_all and saved_by == world.world_size:
             for rank in range(saved_by):
                 found = world.comm.broadcast_object(None if kept is None else kept[rank])
                 if rank == world.rank:
@@ -276,10 +276,9 @@ class Saver:
 
     def _is_divided(self, objects: Objects) -> bool:
         """Whether ranks write their shards concurrently. The same on all ranks."""
-        modules = [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
-        are_divided = any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
-        if not are_divided or not self.world.takes_engines:
+        if not are_divided(objects) or not self.world.takes_engines:
             return False
+        modules = [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
         return sum(each.numel() * each.element_size() for module in modules for each in module.parameters()) > SMALL
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -406,10 +405,11 @@ class Saver:
         own = ranks[world.rank] if len(ranks) == world.world_size else ranks[0]
         restore(objects, contents.states if contents is not None else {}, others, own["states"], world)
         if has_kept:
-            self._load_kept(objects, None if contents is None else contents.kept, len(ranks))
+            kept = None if contents is None else contents.kept
+            self._load_kept(objects, kept, len(ranks) == manifest.world_size, manifest.world_size)
         # After everything that may draw random numbers or run a graph.
         if generates_alike:
-            restore_generators([each["generators"] for each in ranks], world)
-        loaded = Loaded(path, manifest.step, len(ranks), manifest.score)
+            restore_generators([each["generators"] for each in ranks], manifest.world_size, world)
+        loaded = Loaded(path, manifest.step, manifest.world_size, manifest.score)
         held = contents.held if contents is not None else None
         return Restored(loaded, manifest.directory, [each["extra"] for each in ranks], held)

@@ -66,9 +66,11 @@ def _parts_of(content: Content) -> dict[str, dict[str, Any]]:
 
 
 def contents_of(taken: Sequence[tuple[Snapshot, Content]]) -> Contents:
-    """A snapshot, from the parts of all ranks, in the form of a checkpoint's contents."""
+    """A snapshot in the form of a checkpoint's contents, with the own states of the ranks whose parts are there. Parts
+    without keys have nothing else."""
     snapshot, rests = taken[0][0], [content.rest for _, content in taken]
-    parts, first = [_parts_of(content) for _, content in taken], rests[0]
+    whole = [content for _, content in taken if content.keys is not None]
+    parts, first = [_parts_of(content) for content in whole], whole[0].rest
     states = {name: joined_state([each[name] for each in parts]) for name in parts[0]}
     return Contents(
         path=MEMORY,

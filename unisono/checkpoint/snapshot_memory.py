@@ -36,9 +36,8 @@ _ATTEMPT = _OF_RANK * MOST_RANKS
 _ATTEMPTS = SIZE // _ATTEMPT  # then their regions are used again
 _PAGE = 4096
 _ALIGNED = 64  # bytes: tensors that begin there are copied fast
-_HEADER = struct.Struct("<8sqqqqqdqqqq")  # the word, then the fields of `Snapshot` and `_Ends`
+_HEADER = struct.Struct("<8sqqqqqqdqqqq")  # the word, then the fields of `Snapshot` and `_Ends`
 _WORD = b"unisnap1"
-_SMALL = 1 << 16  # bytes
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -50,6 +49,7 @@ class Snapshot(NamedTuple):
         number: counts those of an attempt, alike on all ranks.
         step: the optimizer steps taken.
         rank, world_size: the rank that has taken it, and their number.
+        needed: the number of parts that are the whole state: those of all ranks, or of the ranks of any one machine.
         created: seconds since 1970.
     """
 
@@ -58,7 +58,15 @@ class Snapshot(NamedTuple):
     step: int
     rank: int
     world_size: int
+    needed: int
     created: float
+
+
+class Part(NamedTuple):
+    """One rank's part of a snapshot in this machine's memory, and where its region begins."""
+
+    snapshot: Snapshot
+    at: int
 
 
 class Content(NamedTuple):
@@ -120,8 +128,9 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, number: int) -> torch.Tensor:
-        found = self._tensors[number]
-        return found.clone() if found.nbytes <= _SMALL else found  # a generator takes no state that is a view
+        return self._tensors[
+            number
+        ].clone()  # a generator takes no state that is a view, and pickled, a view is the whole region
 
 
 class SlotWriter:
@@ -139,8 +148,10 @@ class SlotWriter:
         self._memory: list[mmap.mmap | None] = [None] * slots
         self._views: list[tuple[_Layout | None, list[torch.Tensor]]] = [(None, [])] * slots
 
-    def write(self, number: int, step: int, rank: int, world_size: int, content: Content) -> None:
-        """Copy the content."""
+    def write(
+        self, number: int, step: int, rank: int, world_size: int, content: Content, needed: int | None = None
+    ) -> None:
+        """Copy the content. `needed` is that of `Snapshot`; None: the parts of all ranks."""
         tensors, rest = _pickle(content)
         if not self._layout.fits(content.keys, tensors):
             self._layout = _Layout(content.keys, tensors)
@@ -156,7 +167,7 @@ class SlotWriter:
             for view, each in zip(self._views[slot][1], tensors, strict=True):
                 view.copy_(each)
         memory[begin:end] = layout.pickled + rest
-        snapshot = Snapshot(self._attempt, number, step, rank, world_size, time.time())
+        snapshot = Snapshot(self._attempt, number, step, rank, world_size, needed or world_size, time.time())
         fields = _HEADER.pack(_WORD, *snapshot, *_Ends(begin, middle, end, zlib.crc32(memory[begin:end])))
         memory[len(_WORD) : len(fields)] = fields[len(_WORD) :]
         memory[: len(_WORD)] = _WORD
@@ -165,7 +176,7 @@ class SlotWriter:
         """Drop this rank's snapshots of later steps; returns the number of the last one that is left."""
         left = -1
         for memory in filter(None, self._memory):
-            snapshot = Snapshot(*_HEADER.unpack(memory[: _HEADER.size])[1:7])
+            snapshot, _ = _unpacked(memory[: _HEADER.size])
             if snapshot.step > step:
                 memory[: len(_WORD)] = bytes(len(_WORD))
             elif memory[: len(_WORD)] == _WORD:
@@ -188,23 +199,35 @@ def size_of(content: Content) -> int:
     return _PAGE + layout.end + len(layout.pickled) + len(rest)
 
 
-def read_snapshots(file: int, attempts: Container[int] = ALL) -> Iterator[list[tuple[Snapshot, Content]]]:
-    """The complete snapshots of these attempts, the newest first: of each rank its part, and the content, whose tensors
-    are views of the memory."""
-    found: dict[tuple[int, int], dict[int, tuple[Snapshot, int]]] = {}
+def find_parts(file: int, attempts: Container[int] = ALL) -> list[list[Part]]:
+    """The parts of the snapshots of these attempts that are in this memory: of each those of its ranks, the newest
+    first."""
+    found: dict[tuple[int, int], list[Part]] = {}
     for at in _regions(file):
         header = os.pread(file, _HEADER.size, at)
         if header.startswith(_WORD):
-            snapshot = Snapshot(*_HEADER.unpack(header)[1:7])
-            if snapshot.attempt in attempts:
-                found.setdefault(snapshot[:2], {})[snapshot.rank] = snapshot, at
-    for _, parts in sorted(found.items(), reverse=True):
-        size = next(iter(parts.values()))[0].world_size
-        if len(parts) == size:
-            read = [(snapshot, _read(file, at)) for _, (snapshot, at) in sorted(parts.items())]
-            whole = [(snapshot, content) for snapshot, content in read if content is not None]
-            if len(whole) == size:
-                yield whole
+            snapshot, ends = _unpacked(header)
+            words = os.pread(file, ends.rest - ends.tensors, at + ends.tensors)
+            if snapshot.attempt in attempts and zlib.crc32(words) == ends.checksum:
+                found.setdefault(snapshot[:2], []).append(Part(snapshot, at))
+    return [sorted(parts) for _, parts in sorted(found.items(), reverse=True)]
+
+
+def read_part(file: int, part: Part) -> Content:
+    """What is in a part. Its tensors are views of the memory."""
+    ends = _unpacked(os.pread(file, _HEADER.size, part.at))[1]
+    memory = mmap.mmap(file, ends.rest, offset=part.at)
+    words, (of, places) = _tensor_of(memory)[_PAGE:], pickle.loads(memory[ends.tensors : ends.keys])
+    found = [_view(words, *place) for place in places]
+    count, others = _Unpickler(memory[ends.keys : ends.rest], found).load()
+    return Content(of, found[:count], others)
+
+
+def read_snapshots(file: int, attempts: Container[int] = ALL) -> Iterator[list[tuple[Snapshot, Content]]]:
+    """The snapshots of these attempts that are complete in this memory, the newest first: of each rank its part."""
+    for parts in find_parts(file, attempts):
+        if len(parts) == parts[0].snapshot.needed:
+            yield [(part.snapshot, read_part(file, part)) for part in parts]
 
 
 def free_others(file: int, attempt: int) -> None:
@@ -222,16 +245,9 @@ def _pickle(content: Content) -> tuple[list[torch.Tensor], bytes]:
     return tensors, file.getvalue()
 
 
-def _read(file: int, at: int) -> Content | None:
-    """The content of a region; None if its checksum differs."""
-    tensors, keys, rest, checksum = _HEADER.unpack(os.pread(file, _HEADER.size, at))[7:]
-    memory = mmap.mmap(file, rest, offset=at)
-    if zlib.crc32(memory[tensors:rest]) != checksum:
-        return None
-    words, (of, places) = _tensor_of(memory)[_PAGE:], pickle.loads(memory[tensors:keys])
-    found = [_view(words, *place) for place in places]
-    count, others = _Unpickler(memory[keys:rest], found).load()
-    return Content(of, found[:count], others)
+def _unpacked(header: bytes) -> tuple[Snapshot, _Ends]:
+    fields = _HEADER.unpack(header)[1:]
+    return Snapshot(*fields[:7]), _Ends(*fields[7:])
 
 
 def _regions(file: int) -> list[int]:

@@ -5,8 +5,9 @@ Where a run continues is known at one place only: where the loop that trains dra
 that belong to the batch before have run by then, and `load_state` brings the loop back to this place. So the loop that
 has drawn first, of those that are open in the first step, is the one whose draws are looked at from then on.
 
-State that all ranks have is divided among the ranks of a machine. There is no collective: ranks are at the same step,
-and each has the snapshots of the last two.
+State that all ranks have is divided among the ranks of a machine, so that each machine has all of it; beside state that
+is divided among all ranks, it is, too. No snapshot is a collective: ranks are at the same step, and each has the
+snapshots of the last two.
 
 *Threads:* the rank's own.
 """
@@ -18,6 +19,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -28,6 +30,7 @@ from unisono.checkpoint.contents import Contents
 from unisono.checkpoint.generators import generator_states
 from unisono.checkpoint.objects import (
     Objects,
+    are_divided,
     divided_states,
     kept_states,
     kind_of,
@@ -37,13 +40,8 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.serialization import as_plain
 from unisono.checkpoint.snapshot_contents import contents_of, packed
-from unisono.checkpoint.snapshot_memory import (
-    Content,
-    SlotWriter,
-    free_others,
-    read_snapshots,
-    size_of,
-)
+from unisono.checkpoint.snapshot_memory import Content, SlotWriter, find_parts, free_others, size_of
+from unisono.checkpoint.snapshot_search import gather_snapshot
 from unisono.deliveries import Loop
 from unisono.errors import CheckpointError
 from unisono.launch.held_memory import create_memory
@@ -81,12 +79,12 @@ class Snapshots:
     ) -> None:
         self._steps, self._every, self._kept, self._count, self._describe = steps, every, kept, count, describe
         self._world = world = steps.world
-        self._file = _open_memory(world)
-        self._writer = SlotWriter(self._file, world.restart_count, world.local_rank, kept + 1)
+        self._file, self._attempt = _open_memory(world), world.state.groups_before
+        self._writer = SlotWriter(self._file, self._attempt, world.local_rank, kept + 1)
         self._thread = threading.get_ident()
         self._number = 0
         self._generators: dict[str, Any] | None = None
-        self._has_loaded = world.restart_count == 0
+        self._has_loaded = self._attempt == 0
         self._restart(0)
         world.state.deliveries.at_draw = self._at_draw
 
@@ -102,23 +100,25 @@ class Snapshots:
         self._has_loaded = True
         self._restart(step)
 
-    # Loading, on rank zero.
+    # Loading. Both are collectives if there are several machines, and return the contents on rank zero only.
 
     def newest(self) -> Contents | None:
         """What the attempts before this one have left last; None if there is nothing, or this one has begun."""
         if self._number or self._count() != self._step:
             return None
-        return next(map(contents_of, read_snapshots(self._file, range(self._world.restart_count))), None)
+        taken = gather_snapshot(self._file, range(self._attempt), self._world)
+        return contents_of(taken) if taken else None
 
-    def before(self, step: int) -> Contents:
-        """The last snapshot of this attempt that is of that step, or of one before it."""
-        for taken in read_snapshots(self._file, range(self._world.restart_count, self._world.restart_count + 1)):
-            if taken[0][0].step <= step:
-                return contents_of(taken)
-        raise CheckpointError(
-            f"there is no snapshot of step {step} or before; Accelerator(snapshots={self._kept + 1}) keeps more than "
-            f"the last {self._kept}, and the first is taken when a loop draws after a step"
-        )
+    def before(self, step: int) -> Contents | None:
+        """The last snapshot of this attempt that is of that step, or of one before it; CheckpointError on all ranks if
+        there is none."""
+        taken = gather_snapshot(self._file, range(self._attempt, self._attempt + 1), self._world, step)
+        if taken is None:
+            raise CheckpointError(
+                f"there is no snapshot of step {step} or before; Accelerator(snapshots={self._kept + 1}) keeps more "
+                f"than the last {self._kept}, and the first is taken when a loop draws after a step"
+            )
+        return contents_of(taken) if taken else None
 
     def note_rewind(self, step: int, skips: bool) -> None:
         """The ranks have gone back to the snapshot of that step. Those after it are dropped. If the loop does not skip
@@ -183,7 +183,9 @@ class Snapshots:
         # Where each batch seeds them, a draw is next, and does.
         if self._generators is None or not world.state.seeds_batches:
             self._generators = generator_states(world)
-        parts = divided_states(objects, self._own_share)
+        is_divided = are_divided(objects)
+        place = (world.rank, world.world_size) if is_divided else (world.local_rank, world.local_world_size)
+        parts = divided_states(objects, partial(_own_share, *place))
         # On every rank: it may be a collective.
         others = {name: each.state_dict() for name, each in objects.items() if kind_of(name, each) == "state"}
         if self._number == 0:
@@ -191,33 +193,21 @@ class Snapshots:
                 as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
         own = {"states": own_states(objects), "generators": self._generators, "extra": facts}
         rest = {"kinds": kinds_of(objects), "own": own, "kept": kept_states(objects), "home": home}
-        content = packed(parts, {**rest, "others": {} if world.local_rank else others})
+        content = packed(parts, {**rest, "others": {} if place[0] else others})
         if self._number == 0:
             self._check_first(content)
-        self._writer.write(self._number, step, world.rank, world.world_size, content)
+        self._writer.write(self._number, step, world.rank, world.world_size, content, needed=place[1])
         if self._number == 1 and world.local_rank == 0:
-            free_others(self._file, world.restart_count)  # all ranks have the first of this attempt
+            free_others(self._file, self._attempt)  # all ranks have the first of this attempt
         self._number, self._step = self._number + 1, step
-
-    def _own_share(self, each: Any, whole: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """This rank's share of what all ranks have alike: parameters, and their states. Buffers may differ."""
-        rank, ranks = self._world.local_rank, self._world.local_world_size
-        if ranks == 1:
-            return whole
-        module = user_module(each) if isinstance(each, nn.Module) else None
-        buffers = () if module is None else {plain_name(module, name) for name, _ in module.named_buffers()}
-        alike = {key: one.nbytes for key, one in whole.items() if isinstance(one, torch.Tensor) and key not in buffers}
-        total, at, kept = sum(alike.values()) or 1, 0, {}
-        for key, value in whole.items():
-            if (at * ranks // total if key in alike else 0) == rank:
-                kept[key] = value
-            at += alike.get(key, 0)
-        return kept
 
     def _check_first(self, content: Content) -> None:
         """Check that it is not taken of a run that has begun anew, and that memory is left for all of them."""
         world = self._world
-        if not self._has_loaded and self.newest() is not None:
+        before = find_parts(self._file, range(self._attempt))
+        if not self._has_loaded and any(
+            len(parts) >= min(parts[0].snapshot.needed, world.local_world_size) for parts in before
+        ):
             raise RuntimeError(
                 "this run was restarted, and has begun anew, although a snapshot is there; call "
                 "accelerator.load_state(must_exist=False) before the first step, which continues from it"
@@ -234,6 +224,21 @@ class Snapshots:
                 f"snapshots: every {self._every} steps, in {needed / 2**20:,.1f} MiB of each machine's memory",
                 file=sys.stderr,
             )
+
+
+def _own_share(rank: int, ranks: int, each: Any, whole: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """One rank's share of what all of them have alike: parameters, and their states. Buffers may differ."""
+    if ranks == 1:
+        return whole
+    module = user_module(each) if isinstance(each, nn.Module) else None
+    buffers = () if module is None else {plain_name(module, name) for name, _ in module.named_buffers()}
+    alike = {key: one.nbytes for key, one in whole.items() if isinstance(one, torch.Tensor) and key not in buffers}
+    total, at, kept = sum(alike.values()) or 1, 0, {}
+    for key, value in whole.items():
+        if (at * ranks // total if key in alike else 0) == rank:
+            kept[key] = value
+        at += alike.get(key, 0)
+    return kept
 
 
 def _open_memory(world: World) -> int:

@@ -81,6 +81,7 @@ class Job:
         num_threads: CPU threads of each worker.
         records: the directory of the ranks' records; "" for none.
         held_memory: the path of the memory that its launcher holds; "" for none.
+        groups_before: how many groups of the same run were started before this one.
         done_before: the optimizer steps that the attempt before had done; 0 if there was none.
         place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
         secret: by which such ranks sign what they send one another by gloo: other users reach the loopback, too.
@@ -94,6 +95,7 @@ class Job:
     caller: Caller = field(default_factory=Caller)
     records: str = ""
     held_memory: str = ""
+    groups_before: int = 0
     done_before: int = 0
     secret: str = field(default_factory=lambda: token_hex(32), repr=False)
 

@@ -254,7 +254,7 @@ class Supervisor:
     def _run_attempt(self, restart_count: int) -> Outcome[list[Any]]:
         job = self._job
         if not job.place.address:  # otherwise the agent has set the count for all machines
-            job = replace(job, place=replace(job.place, restart_count=restart_count))
+            job = replace(job, place=replace(job.place, restart_count=restart_count), groups_before=restart_count)
         shown = self._options.output
         with rendezvous() as directory, contextlib.closing(WorkerOutput(shown, self.log_directory)) as output:
             self._group = Group(job, directory, output, self._has_started.set, self._others)

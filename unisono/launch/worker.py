@@ -85,7 +85,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(job.records or directory, f"rank-{rank}.error.json")
         world = _join_world(job, place)
         world.state.held_memory = job.held_memory
-        world.state.done_before = job.done_before
+        world.state.groups_before, world.state.done_before = job.groups_before, job.done_before
         world.state.snapshot_every = job.options.snapshot_every
         set_process_world(world)
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.

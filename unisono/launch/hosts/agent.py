@@ -213,6 +213,7 @@ class Agent(SimpleElasticAgent):
         self._options = options
         self._log_directory = log_directory
         self._supervisor: Supervisor | None = None
+        self._num_groups = 0  # that were started, as far as this machine knows
         self._patience_until: float | None = None  # the deadline of an early end that was asked for
         self.others = OtherMachines(
             options.endpoint,
@@ -269,12 +270,17 @@ class Agent(SimpleElasticAgent):
         # Torch's agents count the restarts that they have begun themselves.
         own = group.spec.max_restarts - getattr(self, REMAINING_RESTARTS)
         seen = group.master_addr, group.master_port
-        counts, name = agree(group.store, group.group_rank, group.group_world_size, str(own), seen)
+        # A machine that joins ends a group, too, without a restart; and knows nothing of those before.
+        done = 0 if self._supervisor is None else self._supervisor.done
+        facts = f"{own} {self._num_groups} {done}"
+        texts, name = agree(group.store, group.group_rank, group.group_world_size, facts, seen)
+        count, groups, done = map(max, zip(*(map(int, each.split()) for each in texts), strict=True))
+        self._num_groups = groups + 1
         host, port = split_endpoint(self._options.endpoint)
         caller = self._job.caller
         place = replace(
             self._job.place,
-            restart_count=max(map(int, counts)),
+            restart_count=count,
             rank=first.global_rank,
             world_size=first.world_size,
             node_rank=group.group_rank,
@@ -283,8 +289,7 @@ class Agent(SimpleElasticAgent):
             store=f"unisono/ranks/{name}",
         )
         caller = replace(caller, environ={**caller.environ, **_variables_of_group(group, self._options)})
-        done = 0 if self._supervisor is None else self._supervisor.done
-        job = replace(self._job, place=place, caller=caller, done_before=done)
+        job = replace(self._job, place=place, caller=caller, groups_before=groups, done_before=done)
         # set before reports can arrive
         self._supervisor = Supervisor(job, self._log_directory, self.others)
         # Before the workers start: their first report must belong to this round.
