@@ -32,7 +32,7 @@ import psutil
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import StackCollection
-from unisono.launch.held_memory import shared_steps
+from unisono.launch.held_memory import clear_steps, read_steps
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.job import Job, write_job
 from unisono.launch.messages import FULL_SHM, say_once
@@ -112,7 +112,6 @@ class Group:
         others: OtherMachines | None = None,
     ) -> None:
         self.workers: list[Worker] = []
-        self.steps: list[StepsDone] = []  # of each worker
         self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
         self._directory = directory
@@ -142,6 +141,10 @@ class Group:
                 self._output.close()
         tails = {worker.rank: self._output.tail(worker.rank, _KEPT_LINES) for worker in self.workers}
         return conclude(self.workers, tails, self._reason)
+
+    def steps(self) -> list[StepsDone]:
+        """What each worker has done, as far as it is known."""
+        return read_steps(self._job.held_memory, len(self._job.ranks))
 
     @property
     def place(self) -> RankPlace:
@@ -182,7 +185,7 @@ class Group:
     def _start_workers(self) -> None:
         assert self._zygote is not None
         with write_job(self._job) as file:
-            self.steps = shared_steps(self._job.held_memory, len(self._job.ranks), is_new=True)
+            clear_steps(self._job.held_memory)
             for rank in self._job.ranks:
                 reading, writing = os.pipe()
                 # A worker that writes half a message must not block the loop that watches all of them.

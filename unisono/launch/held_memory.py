@@ -48,19 +48,29 @@ def held_memory() -> Iterator[str]:
             os.close(file)
 
 
-def shared_steps(path: str, count: int, is_new: bool = False) -> list[StepsDone]:
-    """The steps that each of the ranks of this machine has done, in the memory of that path. Without one, or for more
-    ranks than it is made for, they are in this process alone.
-
-    Args:
-        is_new: the ranks are about to be started, and have done none.
-    """
-    if not path or count > MOST_RANKS:
-        return [StepsDone() for _ in range(count)]
+def own_steps(path: str, local_rank: int) -> StepsDone:
+    """The steps that this rank has done, in the memory of that path. Without one, or for more ranks than it is made
+    for, they are in this process alone."""
+    if not path or local_rank >= MOST_RANKS:
+        return StepsDone()
     with open(path, "r+b", buffering=0) as file:
-        numbers = memoryview(mmap.mmap(file.fileno(), _STEPS, offset=SIZE)).cast("q")[: NUMBERS * count]
-    if is_new:
-        numbers[:] = memoryview(bytes(numbers.nbytes)).cast("q")
+        numbers = memoryview(mmap.mmap(file.fileno(), _STEPS, offset=SIZE)).cast("q")
+    return StepsDone(numbers[NUMBERS * local_rank :][:NUMBERS])
+
+
+def clear_steps(path: str) -> None:
+    """The ranks are about to be started, and have done no steps."""
+    if path:
+        with open(path, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), bytes(_STEPS), SIZE)
+
+
+def read_steps(path: str, count: int) -> list[StepsDone]:
+    """What each of the ranks of this machine has done since then, as far as it is in that memory."""
+    if not path:
+        return []
+    with open(path, "rb", buffering=0) as file:
+        numbers = memoryview(os.pread(file.fileno(), 8 * NUMBERS * min(count, MOST_RANKS), SIZE)).cast("q")
     return [StepsDone(numbers[start : start + NUMBERS]) for start in range(0, len(numbers), NUMBERS)]
 
 

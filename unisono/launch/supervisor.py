@@ -128,7 +128,7 @@ class Supervisor:
     @property
     def done(self) -> int:
         """The optimizer steps that the last group had done; those of the one before it, if it has not begun."""
-        steps = [] if self._group is None else self._group.steps
+        steps = [] if self._group is None else self._group.steps()
         return max((each.done for each in steps), default=0) or self._job.done_before
 
     def may_restart(self, error: BaseException | None) -> bool:
@@ -229,7 +229,7 @@ class Supervisor:
             return
         if self._asked_for and not self.restarts_for:
             return
-        place, steps = self._group.place, self._group.steps
+        place, steps = self._group.place, self._group.steps()
         first_ns = steps[0].first_ns if steps else None
         with contextlib.suppress(OSError):  # the rank has reported a full disk
             write_fault(

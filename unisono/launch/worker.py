@@ -38,7 +38,7 @@ from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.comm.sealing import use_secret
 from unisono.comm.selection import innermost, translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.launch.held_memory import shared_steps
+from unisono.launch.held_memory import own_steps
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import SOCKETS, Caller, Job, read_job
@@ -94,7 +94,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
-        own = shared_steps(job.held_memory, len(job.ranks))[place.local_rank]
+        own = own_steps(job.held_memory, place.local_rank)
         world.timeline.at_step, world.timeline.at_load = partial(_note_step, own), own.load
         if job.records:
             recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank), own)
