@@ -1,0 +1,162 @@
+"""Snapshots of a run on two machines: workers and agents are killed, machines are lost, and join.
+
+Each machine is an agent with an address of its own on the loopback. Those of the second come first in the order of
+ranks, and the first serves the endpoint: so the machine that is killed has rank zero.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from agents import agent, free_port, kill_all
+from faults import Ear, Line, Script
+from snapshot_kills import undisturbed
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the memory of snapshots is Linux's"),
+    pytest.mark.slow,
+]
+
+TRAINING = """
+import os, sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from faults import Line, stand_still
+from snapshot_kills import BATCH, EPOCHS, VIRTUAL, Rows
+from unisono import Accelerator
+
+shared, strategy, is_virtual, stands = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "virtual", eval(sys.argv[4])
+line, host = Line(shared / "line"), os.environ["HOST"]
+accelerator = Accelerator(
+    seed=3, strategy=strategy, virtual_ranks=VIRTUAL if is_virtual else None, project_dir=shared
+)
+world = accelerator.world
+group = world.state.groups_before
+layers = [nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 1)]
+model = nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+loader = DataLoader(Rows(), BATCH, shuffle=True)
+model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+loaded = accelerator.load_state(must_exist=False)
+count = 0 if loaded is None else loaded.step
+line.say("began", world.rank, world.world_size, count, host)
+for epoch in range(loader.epoch, EPOCHS):
+    for rows, targets in loader:
+        if stands.get(group) == (host, count) and world.local_rank == 0:
+            line.say("stands", count, os.getpid())
+            stand_still()
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(model(rows), targets))
+        optimizer.step()
+        count += accelerator.sync_gradients
+    scheduler.step()
+digest = accelerator.digest()
+line.say("ended", digest)
+"""
+STEPS = 8  # in two epochs, with virtual ranks
+
+
+class Machines:
+    """Two machines of one run.
+
+    Args:
+        stands: by the number of groups before, the machine whose first rank stands still, and after how many steps.
+    """
+
+    def __init__(
+        self, directory: Path, ear: Ear, strategy: str, stands: dict[int, tuple[str, int]], *options: str, kind: str
+    ) -> None:
+        self.ear, self._directory, self._number = ear, directory, 0
+        (directory / "train.py").write_text(TRAINING)
+        self._command = [
+            "run",
+            "--backend",
+            "cpu",
+            "--rdzv-insecure",
+            "--max-restarts",
+            "3",
+            "--snapshot-every",
+            "1",
+            *options,
+        ]
+        self._command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        self._script = [str(directory / "train.py"), str(directory), strategy, kind, repr(stands)]
+
+    def start(self, host: str) -> Script:
+        """Start the agent of machine "a", which serves the endpoint, or "b"."""
+        self._number += 1
+        place = [
+            "--local-addr",
+            "127.0.0.2" if host == "a" else "127.0.0.1",
+            "--node-rank",
+            "0" if host == "a" else "1",
+        ]
+        return agent(self._directory / f"{host}{self._number}", *self._command, *place, *self._script, HOST=host)
+
+    def begun(self, ranks: int) -> set[int]:
+        """The steps that are behind them, as that many ranks of one group begin."""
+        heard = [self.ear.hear() for _ in range(ranks)]
+        assert sorted(each[:3] for each in heard) == [["began", str(rank), str(ranks)] for rank in range(ranks)], heard
+        return {int(each[3]) for each in heard}
+
+    def standing(self) -> int:
+        """The pid of the worker that stands."""
+        word, _, pid = self.ear.hear()
+        assert word == "stands"
+        return int(pid)
+
+    def ended(self, ranks: int) -> str:
+        """The hash with which that many ranks have ended."""
+        heard = [self.ear.hear() for _ in range(ranks)]
+        assert {each[0] for each in heard} == {"ended"}, heard
+        [digest] = {each[1] for each in heard}
+        return digest
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The hash of a run on one machine in which nothing is killed."""
+    return undisturbed()
+
+
+@pytest.fixture
+def ear(tmp_path: Path) -> Iterator[Ear]:
+    with Line.at(tmp_path / "line").hearing() as ear:
+        yield ear
+
+
+@contextmanager
+def running(machines: Machines, *hosts: str) -> Iterator[list[Script]]:
+    """The agents of these machines; at the end of the block each has ended well, or was killed, and left nothing."""
+    with ExitStack() as stack:
+        scripts = [stack.enter_context(machines.start(host)) for host in hosts]
+        yield scripts
+        for script in scripts:
+            code, output, errors = script.end()
+            assert code in (0, -signal.SIGKILL), output + errors
+            assert script.survivors() == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_killed_worker_costs_no_step_that_all_have_copied(
+    tmp_path: Path, ear: Ear, strategy: str, expected: str
+) -> None:
+    machines = Machines(tmp_path, ear, strategy, {0: ("b", 3), 1: ("a", 5)}, "-n", "1", "--nnodes", "2", kind="virtual")
+    with running(machines, "a", "b"):
+        assert machines.begun(2) == {0}
+        os.kill(machines.standing(), signal.SIGKILL)
+        assert machines.begun(2) == {3}
+        os.kill(machines.standing(), signal.SIGKILL)
+        assert machines.begun(2) == {5}
+        assert machines.ended(2) == expected
