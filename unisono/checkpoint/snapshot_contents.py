@@ -19,7 +19,14 @@ from unisono.checkpoint.directory import STATE, Manifest, Place, commit, find, n
 from unisono.checkpoint.folders import folder_at, write_file
 from unisono.checkpoint.objects import joined_state
 from unisono.checkpoint.serialization import as_plain
-from unisono.checkpoint.snapshot_memory import Content, Snapshot, read_snapshots
+from unisono.checkpoint.snapshot_memory import (
+    Content,
+    Snapshot,
+    describe_missing,
+    find_parts,
+    read_part,
+    read_snapshots,
+)
 from unisono.errors import DamagedCheckpointError, NoCheckpointError
 
 MEMORY = "memory"
@@ -85,7 +92,7 @@ def contents_of(taken: Sequence[tuple[Snapshot, Content]]) -> Contents:
 
 def rescue(path: str) -> None:
     """Save the newest snapshot of a run that has failed as a checkpoint, where the script's `load_state` looks for one,
-    unless that has a newer one; say so on stderr. `path` is that of the memory."""
+    unless that has a newer one; say so on stderr, or why not. `path` is that of this machine's memory."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     for taken in read_snapshots(file):
         home, contents = taken[0][1].rest["home"], contents_of(taken)
@@ -102,6 +109,9 @@ def rescue(path: str) -> None:
         save_contents(place, contents)
         print(f"saved step {contents.manifest.step} from memory, as {place.folder}", file=sys.stderr)
         return
+    for parts in find_parts(file)[:1]:
+        if read_part(file, parts[0]).rest["home"] is not None:
+            print(f"{describe_missing([part.snapshot for part in parts])}; nothing was saved", file=sys.stderr)
 
 
 def save_contents(place: Place, contents: Contents) -> None:

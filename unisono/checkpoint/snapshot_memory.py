@@ -213,6 +213,13 @@ def find_parts(file: int, attempts: Container[int] = ALL) -> list[list[Part]]:
     return [sorted(parts) for _, parts in sorted(found.items(), reverse=True)]
 
 
+def describe_missing(parts: Sequence[Snapshot]) -> str:
+    """A sentence on the newest snapshot, of which these parts are there, and not the whole state."""
+    missing = sorted({*range(parts[0].world_size)} - {part.rank for part in parts})
+    step = parts[0].step
+    return f"no snapshot is complete: of the newest, of step {step}, the parts of ranks {missing} are in no memory here"
+
+
 def read_part(file: int, part: Part) -> Content:
     """What is in a part. Its tensors are views of the memory."""
     ends = _unpacked(os.pread(file, _HEADER.size, part.at))[1]

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 
-from unisono.checkpoint.snapshot_memory import Content, Snapshot, find_parts, read_part
+from unisono.checkpoint.snapshot_memory import Content, Snapshot, describe_missing, find_parts, read_part
 from unisono.comm.operations import HOST
 from unisono.training.strategies.states import broadcast_entries
 from unisono.world import World
@@ -40,7 +40,8 @@ def gather_snapshot(
     places, whole = _newest([[*held]] if is_one else world.comm.all_gather_object([*held]))
     if not whole:
         if places and world.rank == 0:
-            logger.warning("%s", _describe_missing(places))
+            taken_instead = "the newest checkpoint on disk is taken, if there is one"
+            logger.warning("%s; %s", describe_missing([*places]), taken_instead)
         return None
     taken = []
     for snapshot, root in places.items():
@@ -78,15 +79,6 @@ def _whole_in(places: _Places) -> list[Snapshot]:
             return parts
     parts = [*places]
     return parts if len(parts) == parts[0].world_size else []
-
-
-def _describe_missing(places: _Places) -> str:
-    first = next(iter(places))
-    missing = sorted({*range(first.world_size)} - {part.rank for part in places})
-    return (
-        f"no snapshot is complete: of the newest, of step {first.step}, the parts of ranks {missing} are not in the "
-        "memory of these machines; the newest checkpoint on disk is taken, if there is one"
-    )
 
 
 def _sent(content: Content, root: int, world: World) -> Content:

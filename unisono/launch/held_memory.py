@@ -11,7 +11,7 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from unisono.launch.starting.process_ends import interpreter_command
@@ -74,10 +74,10 @@ def read_steps(path: str, count: int) -> list[StepsDone]:
     return [StepsDone(numbers[start : start + NUMBERS]) for start in range(0, len(numbers), NUMBERS)]
 
 
-def save_snapshot(path: str) -> None:
-    """Save the newest snapshot in that memory as a checkpoint, if the script would load it. In a process of its own:
-    this one knows nothing of checkpoints."""
-    if not _has_snapshots(path):
+def save_snapshot(path: str, is_ours: Callable[[], bool] = lambda: True) -> None:
+    """Save the newest snapshot in that memory as a checkpoint, if the script would load it, and if it is for this
+    machine to do so. In a process of its own: this one knows nothing of checkpoints."""
+    if not _has_snapshots(path) or not is_ours():
         return
     code = f"from unisono.checkpoint.snapshot_contents import rescue; rescue({path!r})"
     ended = subprocess.run(interpreter_command(code), capture_output=True, text=True, check=False)

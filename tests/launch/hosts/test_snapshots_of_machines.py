@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from faults import Line, stand_still
 from snapshot_kills import BATCH, EPOCHS, VIRTUAL, Rows
 from unisono import Accelerator
@@ -46,7 +46,9 @@ layers = [nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.L
 model = nn.Sequential(*layers)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-loader = DataLoader(Rows(), BATCH, shuffle=True)
+rows = torch.sin(torch.arange(480.0).view(60, 8))  # without virtual ranks, rows are read at any time: with other noise
+data = Rows() if is_virtual else TensorDataset(rows, rows.sum(1, keepdim=True))
+loader = DataLoader(data, BATCH, shuffle=True)
 model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
 loaded = accelerator.load_state(must_exist=False)
 count = 0 if loaded is None else loaded.step
@@ -64,7 +66,6 @@ for epoch in range(loader.epoch, EPOCHS):
 digest = accelerator.digest()
 line.say("ended", digest)
 """
-STEPS = 8  # in two epochs, with virtual ranks
 
 
 class Machines:
@@ -159,4 +160,109 @@ def test_a_killed_worker_costs_no_step_that_all_have_copied(
         assert machines.begun(2) == {3}
         os.kill(machines.standing(), signal.SIGKILL)
         assert machines.begun(2) == {5}
+        assert machines.ended(2) == expected
+
+
+def test_an_agent_that_is_killed_and_started_again_is_sent_what_the_other_has(
+    tmp_path: Path, ear: Ear, expected: str
+) -> None:
+    stands = {0: ("b", 3), 1: ("b", 5)}
+    machines = Machines(tmp_path, ear, "ddp", stands, "-n", "2", "--nnodes", "2", kind="virtual")
+    with running(machines, "a", "b") as (_, second):
+        assert machines.begun(4) == {0}
+        machines.standing()
+        kill_all(second)
+        with running(machines, "b") as (again,):
+            assert machines.begun(4) == {3}
+            machines.standing()
+            kill_all(again)
+            with running(machines, "b"):
+                assert machines.begun(4) == {5}
+                assert machines.ended(4) == expected
+
+
+def test_a_machine_that_is_lost_for_good_costs_nothing_and_one_that_joins_is_sent_the_state(
+    tmp_path: Path, ear: Ear, expected: str
+) -> None:
+    stands = {0: ("a", 2), 1: ("b", 4), 2: ("a", 6)}
+    machines = Machines(tmp_path, ear, "ddp", stands, "-n", "1", "--nnodes", "1:2", kind="virtual")
+    with running(machines, "a"):
+        assert machines.begun(1) == {0}
+        machines.standing()
+        with running(machines, "b") as (second,):
+            assert machines.begun(2) == {2}
+            machines.standing()
+            kill_all(second)
+        assert machines.begun(1) == {4}
+        machines.standing()
+        with running(machines, "b"):
+            assert machines.begun(2) == {6}
+            assert machines.ended(2) == expected
+
+
+def test_without_virtual_ranks_all_generators_go_on_unless_a_machine_was_lost(tmp_path: Path, ear: Ear) -> None:
+    def digest_of(name: str, stands: dict[int, tuple[str, int]]) -> tuple[str, str]:
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "line").symlink_to(tmp_path / "line")
+        machines = Machines(directory, ear, "ddp", stands, "-n", "1", "--nnodes", "2", kind="plain")
+        with running(machines, "a", "b") as (first, second):
+            machines.begun(2)
+            if 0 in stands:
+                os.kill(machines.standing(), signal.SIGKILL)
+                assert machines.begun(2) == {stands[0][1]}
+            if 1 in stands:
+                machines.standing()
+                kill_all(second)
+                with running(machines, "b") as (again,):
+                    assert machines.begun(2) == {stands[1][1]}
+                    return machines.ended(2), first.end()[2] + again.end()[2]
+            return machines.ended(2), first.end()[2] + second.end()[2]
+
+    whole, errors = digest_of("whole", {})
+    assert "random numbers" not in errors
+    killed, errors = digest_of("killed", {0: ("b", 5)})
+    assert killed == whole
+    assert "random numbers" not in errors
+    lost, errors = digest_of("lost", {0: ("b", 5), 1: ("b", 9)})
+    assert lost != whole
+    assert "saved by 2 ranks on cpu (1 of them are left), loaded by 2 on cpu: random numbers" in errors
+
+
+def test_of_a_divided_state_whose_machine_is_lost_the_disk_has_the_newest(
+    tmp_path: Path, ear: Ear, expected: str
+) -> None:
+    machines = Machines(tmp_path, ear, "fsdp", {0: ("b", 3)}, "-n", "1", "--nnodes", "2", kind="virtual")
+    with running(machines, "a", "b") as (first, second):
+        assert machines.begun(2) == {0}
+        machines.standing()
+        kill_all(second)
+        with running(machines, "b") as (again,):
+            assert machines.begun(2) == {0}
+            assert machines.ended(2) == expected
+            errors = first.end()[2] + again.end()[2]
+    told = r"no snapshot is complete: of the newest, of step 3, the parts of ranks \[0\] are in no memory here; the"
+    assert re.search(told, errors), errors
+
+
+@pytest.mark.parametrize("loses", ["worker", "agent"])
+def test_one_machine_saves_the_last_snapshot_of_a_run_that_ends_with_an_error(
+    tmp_path: Path, ear: Ear, loses: str, expected: str
+) -> None:
+    stands = {0: ("b" if loses == "worker" else "a", 3)}
+    options = ["-n", "2", "--nnodes", "2", "--max-restarts", "0"]
+    machines = Machines(tmp_path, ear, "ddp", stands, *options, kind="virtual")
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(machines.start(host)) for host in ("a", "b"))
+        assert machines.begun(4) == {0}
+        pid = machines.standing()
+        os.kill(pid, signal.SIGKILL) if loses == "worker" else kill_all(first)
+        ends = [each.end() for each in (first, second)]
+        assert [code for code, _, _ in ends] == ([137, 137] if loses == "worker" else [-signal.SIGKILL, 1]), ends
+        assert first.survivors() == [] == second.survivors()
+    assert [each.name for each in (tmp_path / "checkpoints").glob("checkpoint_*")] == ["checkpoint_0"]
+    assert sum(errors.count("saved step 3 from memory, as ") for _, _, errors in ends) == 1
+    machines = Machines(tmp_path, ear, "ddp", {}, "-n", "1", "--nnodes", "2", kind="virtual")
+    with running(machines, "a", "b"):
+        assert machines.begun(2) == {3}
         assert machines.ended(2) == expected

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,7 +47,7 @@ from unisono.comm.sealing import agree, sealed_store, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
 from unisono.launch.group import Group
-from unisono.launch.held_memory import held_memory
+from unisono.launch.held_memory import held_memory, save_snapshot
 from unisono.launch.hosts.agent_round import MachineReport
 from unisono.launch.hosts.endpoint import (
     address_towards,
@@ -161,6 +162,8 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         agent = Agent(spec, job, options, log_directory)
         with agent.others.attended(is_host):
             verdict = _run(agent, options, left_out)
+            if verdict.error is not None:  # before the others are told that this agent leaves: they ask the store, too
+                save_snapshot(job.held_memory, partial(agent.is_first_to_save, store))
         # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
         if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
             with contextlib.suppress(RendezvousError):
@@ -260,7 +263,18 @@ class Agent(SimpleElasticAgent):
         """End this agent, whose main thread is blocked in native code; its workers end with it."""
         way = "start it again when the link is back, and the whole run if the others have ended"
         logger.warning("%s; this agent and its workers end: %s", reason, way)
+        self._shutdown()
+        save_snapshot(self._job.held_memory)
         os._exit(1)
+
+    def is_first_to_save(self, store: Any) -> bool:
+        """Whether no other machine has begun to save the last snapshot of the last group; if none answers, this one
+        does."""
+        own, key = f"{platform.node()} {os.getpid()}", f"unisono/saves/{self._options.run_id}/{self._num_groups}"
+        try:
+            return bool(store.compare_set(key, "", own) == own.encode())
+        except (RuntimeError, UnisonoError):  # the endpoint's machine is gone
+            return True
 
     # The methods that torch's agent requires.
 
