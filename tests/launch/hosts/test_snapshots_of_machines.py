@@ -7,6 +7,7 @@ ranks, and the first serves the endpoint: so the machine that is killed has rank
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import sys
@@ -15,9 +16,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import snapshot_kills
 from agents import agent, free_port, kill_all
 from faults import Ear, Line, Script
-from snapshot_kills import undisturbed
+from snapshot_kills import Plan, Run, undisturbed
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the memory of snapshots is Linux's"),
@@ -67,6 +69,17 @@ digest = accelerator.digest()
 line.say("ended", digest)
 """
 
+KILLED = """
+import sys
+from pathlib import Path
+from faults import Line
+from snapshot_kills import Plan, Run, train
+from unisono import current_world
+
+digest = train(current_world().rank, {run!r}, sys.argv[1])
+Line(Path(sys.argv[1], "line")).say("ended", digest)
+"""
+
 
 class Machines:
     """Two machines of one run.
@@ -76,10 +89,17 @@ class Machines:
     """
 
     def __init__(
-        self, directory: Path, ear: Ear, strategy: str, stands: dict[int, tuple[str, int]], *options: str, kind: str
+        self,
+        directory: Path,
+        ear: Ear,
+        strategy: str,
+        stands: dict[int, tuple[str, int]],
+        *options: str,
+        kind: str,
+        source: str = TRAINING,
     ) -> None:
         self.ear, self._directory, self._number = ear, directory, 0
-        (directory / "train.py").write_text(TRAINING)
+        (directory / "train.py").write_text(source)
         self._command = [
             "run",
             "--backend",
@@ -266,3 +286,34 @@ def test_one_machine_saves_the_last_snapshot_of_a_run_that_ends_with_an_error(
     with running(machines, "a", "b"):
         assert machines.begun(2) == {3}
         assert machines.ended(2) == expected
+
+
+def drawn(seed: int) -> Run:
+    """A run whose ranks are killed at random calls, one in each attempt but the last."""
+    draw = random.Random(seed)
+    places = [
+        ("snapshot_memory", 200),
+        ("/checkpoint/", 300),
+        ("/checkpoint/", 3000),
+        ("/unisono/", snapshot_kills.CALLS),
+    ]
+    plans = []
+    for _ in range(3):
+        victim, (where, reach) = draw.choice(["worker", "worker", "zygote"]), draw.choice(places)
+        plans.append(Plan(victim, draw.randrange(2), where, draw.randrange(1, reach)))
+    return Run(draw.choice(["ddp", "ddp", "zero1", "fsdp"]), 2, 0, tuple(plans))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kill_at_any_call_costs_at_most_one_step(tmp_path: Path, ear: Ear, seed: int, expected: str) -> None:
+    source = KILLED.format(run=drawn(seed))
+    machines = Machines(tmp_path, ear, "", {}, "-n", "1", "--nnodes", "2", kind="", source=source)
+    with running(machines, "a", "b"):
+        assert machines.ended(2) == expected
+    done = tmp_path / "done"
+    struck = done.read_text().splitlines() if done.exists() else []
+    print(drawn(seed).strategy, struck)
+    steps = snapshot_kills.EPOCHS * -(-snapshot_kills.ROWS // (snapshot_kills.BATCH * snapshot_kills.VIRTUAL))
+    for rank in range(2):
+        taken = len((tmp_path / f"steps-{rank}").read_text().splitlines())
+        assert steps <= taken <= steps + len(struck), struck
