@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean, Virtual
 from unisono.backends.cpu import CpuBackend
-from unisono.errors import WorkerDiedError
+from unisono.errors import CollectiveMismatchError, WorkerDiedError
 from unisono.strategies import FSDP
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
@@ -314,6 +314,26 @@ def test_weights_of_batches_are_those_of_as_many_ranks() -> None:
     assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
     for one, other in zip(first, on(V, lambda: weighted(None)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_weights_of_some_ranks_batches_alone_are_refused_on_all_ranks(later: bool) -> None:
+    def body() -> str:
+        accelerator = Accelerator(virtual_ranks=V)
+        model = nn.Linear(1, 1)
+        rows = DataLoader(TensorDataset(torch.ones(16, 1)), 2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), rows)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            for number, (inputs,) in enumerate(loader):
+                weight = 2.0 if accelerator.is_main_process and (not later or number > 1) else None
+                accelerator.backward(model(inputs).mean(), weight=weight)
+                optimizer.step()
+                optimizer.zero_grad()
+        return str(caught.value)
+
+    for text in Mode("processes", 2).run(body):
+        assert "rank 0 came to the weights of the batches of a step" in text
+        assert text.endswith("every rank must pass backward(..., weight=) for each microbatch of a step, or for none")
 
 
 def test_a_round_in_which_nothing_counts_is_skipped_with_its_buffers_averaged() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch.optim import Optimizer
 
-from unisono.comm.operations import HOST
+from unisono.comm.operations import HOST, WEIGHTS
 from unisono.deliveries import Batch
 from unisono.training.claims import Claim, Origin, check_counts, check_repeated, check_same, claim_of
 from unisono.training.machine import ELSEWHERE, UNITS, Machine, Misfit, Step, Visit
@@ -154,7 +154,7 @@ class Steps(Machine):
             by_rank = {draw.rank: samples for draw, samples in draws.items() if draw.counts}
             carried = next(iter(draws)).carried
             own = [by_rank.get(rank, 0.0) for rank in carried.own] + [0.0] * (carried.each - len(carried.own))
-            self.world.comm.announce("the weights of the batches of a step")
+            self.world.comm.announce(WEIGHTS)
             found = self.world.comm.all_gather(torch.tensor(own, dtype=torch.float64, device=HOST))
             self._total = step, math.fsum(torch.cat(found).tolist())
         return self._total[1]
