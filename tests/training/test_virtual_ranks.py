@@ -465,6 +465,26 @@ def test_gradients_of_shards_that_are_changed_by_hand_are_refused(
         on(ranks, lambda: edited(edit, above=-9.0))
 
 
+def repeats() -> None:
+    """One rank repeats a batch after an error."""
+    accelerator = Accelerator(virtual_ranks=V, strategy="fsdp")
+    model = nn.Linear(3, 1)
+    rows = DataLoader(TensorDataset(torch.randn(24, 3)), 2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), rows)
+    for number, (inputs,) in enumerate(loader):
+        loss = model(inputs).square().mean()
+        if number == 1 and accelerator.is_main_process:
+            loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_rank_that_repeats_a_batch_by_itself_where_parameters_are_divided_is_told_so() -> None:
+    with pytest.raises(CollectiveMismatchError, match="repeat a batch, as after an error, on all ranks or on none"):
+        on(2, repeats)
+
+
 def freezes(strategy: str, count: int | None = V) -> list[torch.Tensor]:
     """Goes on with gradients of zero at layers that it has frozen: momentum moves these."""
     accelerator = Accelerator(seed=1, virtual_ranks=count, strategy=strategy)  # type: ignore[arg-type]

@@ -40,6 +40,9 @@ _RULE_OF_STEPS = (
     "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, loop over each "
     "loader equally often, in the same order, and step schedulers alike"
 )
+_ADVICE_ON_PASSES = (
+    "; strategy='fsdp' gathers parameters in each pass: repeat a batch, as after an error, on all ranks or on none"
+)
 _RULE_OF_WEIGHTS = "pass backward(..., weight=) for each microbatch of a step, or for none"
 _RULE_OF_LOOPS = "begin the same loops between the same collectives"
 _ADVICE_ON_LOOPS = (
@@ -206,6 +209,8 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     )
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
     rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
+    if rule is _RULE_OF_STEPS and any("a forward pass of the" in each for each in groups):  # which gathers
+        rule += _ADVICE_ON_PASSES
     if any(WEIGHTS in each for each in groups) and all(map(_AT_WEIGHTS.search, groups)):
         rule = _RULE_OF_WEIGHTS
     known = {*filter(None, (places or {}).values())}
