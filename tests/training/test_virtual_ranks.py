@@ -739,6 +739,14 @@ def evaluates(loop: Loop) -> None:
             loop.model(inputs)
 
 
+def weighs_twice(loop: Loop) -> None:
+    def act(inputs: torch.Tensor) -> None:
+        for weight in (2.0, None):
+            loop.accelerator.backward(loop.model(inputs).mean(), weight=weight)
+
+    loop.each(act)
+
+
 def accumulates(loop: Loop) -> None:
     loop.accelerator.gradient_accumulation_steps = 2
 
@@ -758,6 +766,7 @@ REFUSED: dict[Callable[[Loop], None], str] = {
     makes_graphs: r"create_graph=True\) through the",
     goes_past: "came past what prepare\\(\\) has returned",
     evaluates: "in a loop without gradients: .* call its eval",
+    weighs_twice: "two passes of one batch have weight=2 and weight=None, .* pass the same in both",
     accumulates: "cannot be set with virtual_ranks=2",
 }
 

@@ -92,7 +92,7 @@ class Steps(Machine):
             if known is not None and known.claim.is_empty:  # a block goes on to a batch that counts
                 known = None
         if known is not None:
-            check_same(known.claim, claim)
+            check_same(known.claim, claim, self.virtual is not None)
             self.continue_visit(known, batch)
             return known
         visit = self.begin_visit(source, batch, claim)
