@@ -265,9 +265,9 @@ def weights(seed: int, count: int | None) -> list[torch.Tensor]:
     return [each.detach().clone() for each in accelerator.unwrap_model(model).parameters()]
 
 
-def maker_first(count: int | None) -> list[torch.Tensor]:
+def maker_first(count: int | None, by_hand: bool = False, **options: Any) -> list[torch.Tensor]:
     """The loss of the maker, which comes first, leaves gradients in the judge, on those that it has stepped on."""
-    accelerator = Accelerator(seed=1, virtual_ranks=count)
+    accelerator = Accelerator(seed=1, virtual_ranks=count, **options)
     maker, judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
     steps = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (maker, judge)]
     rows = TensorDataset(torch.randn(26, 3, dtype=torch.float64))
@@ -278,10 +278,14 @@ def maker_first(count: int | None) -> list[torch.Tensor]:
         one.zero_grad()
         accelerator.backward(lost)
         one.step()
-        other.zero_grad()
+        for each in judged_by.parameters() if by_hand else ():
+            each.grad = None
+        if not by_hand:
+            other.zero_grad()
         accelerator.backward(told)
         other.step()
-    return [each.detach().clone() for each in (*maker.parameters(), *judge.parameters())]
+    parameters = [*made_by.parameters(), *judged_by.parameters()]
+    return [getattr(each, "full_tensor", each.detach)().detach().clone() for each in parameters]
 
 
 def test_gradients_that_another_models_loss_leaves_are_zeroed_as_on_a_device_of_its_own() -> None:
@@ -289,6 +293,12 @@ def test_gradients_that_another_models_loss_leaves_are_zeroed_as_on_a_device_of_
     assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
     for one, other in zip(first, on(V, lambda: maker_first(None)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+def test_gradients_are_dropped_between_two_losses_as_they_are_zeroed(ranks: int, strategy: str) -> None:
+    found = on(ranks, lambda: maker_first(V, by_hand=True, strategy=strategy))
+    assert [each.tolist() for each in found] == [each.tolist() for each in on(1, lambda: maker_first(V))]
 
 
 def weighted(count: int | None, has_norm: bool = False) -> list[torch.Tensor]:

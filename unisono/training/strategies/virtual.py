@@ -169,10 +169,15 @@ class VirtualEngine(Engine):
                 f"a backward pass through the {self.name} came after its gradients were reduced, as for clipping, and "
                 "before optimizer.step(): with virtual_ranks they cannot be added any more; clip after the last pass"
             )
+        self.note_dropped({id(each) for each in self.with_gradients() if self.gradients.is_dropped(each)})
         if self.gradients.step is not None and not self.gradients.is_current:
             self._drop_earlier()
         self.gradients.note_others()  # to find what is changed by hand
         super().begin_pass(False, visit)
+
+    def note_dropped(self, dropped: set[int]) -> None:
+        """The loop has set the gradients of parameters with these ids to None since the pass before."""
+        self._unzeroed -= dropped
 
     def _drop_earlier(self) -> None:
         """Drop the gradients of the step before, to which a pass of one virtual rank would add. They must be zeroed
@@ -187,8 +192,7 @@ class VirtualEngine(Engine):
         if self._unzeroed:
             raise RuntimeError(
                 f"a backward pass through the {self.name} found gradients that its optimizer had stepped on, and they "
-                "were not zeroed before its next step(); call its zero_grad(), which with virtual_ranks setting .grad "
-                "to None between two losses of a batch does not replace"
+                "were not zeroed before its next step(); call its zero_grad()"
             )
         super().refuse_earlier()
 
