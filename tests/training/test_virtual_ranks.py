@@ -789,16 +789,47 @@ def test_a_loop_whose_bits_would_depend_on_the_ranks_is_refused(loop: Callable[[
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "words"),
+    ("model", "optimizer", "strategy", "words"),
     [
-        (nn.SyncBatchNorm(1), torch.optim.SGD, "use BatchNorm"),
-        (nn.Linear(1, 1), torch.optim.SparseAdam, "use Adam or SGD"),
-        (nn.Linear(1, 1), partial(torch.optim.AdamW, fused=True), "pass fused=False"),
+        (nn.SyncBatchNorm(1), torch.optim.SGD, "fsdp", "use BatchNorm"),
+        (nn.Linear(1, 1), torch.optim.SparseAdam, "ddp", "use Adam or SGD"),
+        (nn.Linear(1, 1), partial(torch.optim.AdamW, fused=True), "fsdp", "pass fused=False"),
     ],
 )
-def test_what_needs_the_ranks_is_refused(model: nn.Module, optimizer: Any, words: str) -> None:
+def test_what_needs_the_ranks_is_refused(model: nn.Module, optimizer: Any, strategy: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Accelerator(virtual_ranks=2, strategy="fsdp").prepare(model, optimizer(model.parameters(), lr=0.1))
+        Accelerator(virtual_ranks=2, strategy=strategy).prepare(model, optimizer(model.parameters(), lr=0.1))
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class OfNoLibrary(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "strategy", "words"),
+    [
+        (Scaled, torch.optim.SGD, "fsdp", "'scale' of the Scaled is a scalar; give it the shape"),
+        (partial(nn.Linear, 2, 2), torch.optim.Adafactor, "fsdp", "Adafactor takes each parameter as a whole"),
+        (partial(nn.Linear, 2, 2, bias=False), torch.optim.Muon, "fsdp", "Muon takes each parameter as a whole"),
+        (partial(nn.Linear, 2, 2), OfNoLibrary, "zero1", "OfNoLibrary is not one of torch.optim's"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_on_any_number_of_ranks(
+    model: Callable[[], nn.Module], optimizer: Any, strategy: Any, words: str
+) -> None:
+    def body() -> str:
+        with pytest.raises((TypeError, ValueError), match=words) as caught:
+            Accelerator(virtual_ranks=2, strategy=strategy).prepare(made := model(), optimizer(made.parameters()))
+        return str(caught.value)
+
+    assert on(1, body) == on(2, body)
 
 
 def test_a_collate_fn_that_returns_a_row_of_each_sample_is_one_of_many_and_others_are_refused() -> None:

@@ -420,17 +420,23 @@ def _flatten(bucket: list[torch.Tensor], values: Tensors, room: int) -> torch.Te
 
 
 class VirtualStrategy(Strategy):
-    """Reduces over virtual ranks; optimizers are those of another strategy."""
+    """Reduces over virtual ranks; optimizers are those of another strategy.
+
+    Args:
+        other: that strategy; on one rank, the plain one.
+        chosen: the one that was chosen: what it refuses on several ranks is refused on one.
+    """
 
     name = "virtual"
 
-    def __init__(self, other: Strategy, virtual: VirtualRanks) -> None:
+    def __init__(self, other: Strategy, chosen: Strategy, virtual: VirtualRanks) -> None:
         super().__init__(other.world, other.steps, other.options)
-        self._other, self._virtual = other, virtual
+        self._other, self._chosen, self._virtual = other, chosen, virtual
         self.wrap_optimizer, self.step_of = other.wrap_optimizer, other.step_of  # type: ignore[method-assign]
 
     def check(self, each: nn.Module | Optimizer) -> None:
         self._other.check(each)
+        self._chosen.check_divisible(each)
         if isinstance(each, torch.optim.SparseAdam):
             raise ValueError("virtual_ranks add gradients as dense ones, which SparseAdam refuses; use Adam or SGD")
         if (
