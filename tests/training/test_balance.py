@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from modes import Mode
+from modes import on
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,18 +23,6 @@ from unisono.loaders import balance
 from unisono.virtual_ranks import VirtualRanks, rebalanced, sums_of
 
 V = 6
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def on(ranks: int, body: Callable[[], Any]) -> Any:
-    """What `body` returns on rank zero, in a world of so many ranks."""
-    return Mode("solo" if ranks == 1 else "processes", ranks).run(lambda: body())[0]  # of this module, for a partial
 
 
 # The table, as a pure function.

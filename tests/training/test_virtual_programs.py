@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
-import torch
 from modes import PROCESSES_2, SOLO, Mode
 from virtual_programs import MODES, any_program, verdicts_of
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

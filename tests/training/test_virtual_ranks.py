@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from modes import Mode
+from modes import PROCESSES_2, on
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -29,18 +29,6 @@ from unisono.strategies import FSDP
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
 V = 4
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def on(ranks: int, body: Callable[[], Any]) -> Any:
-    """What `body` returns on rank zero, in a world of so many ranks."""
-    return Mode("solo" if ranks == 1 else "processes", ranks).run(lambda: body())[0]  # of this module, for a partial
 
 
 # The tree.
@@ -341,7 +329,7 @@ def test_weights_of_some_ranks_batches_alone_are_refused_on_all_ranks(later: boo
                 optimizer.zero_grad()
         return str(caught.value)
 
-    for text in Mode("processes", 2).run(body):
+    for text in PROCESSES_2.run(body):
         assert "rank 0 came to the weights of the batches of a step" in text
         assert text.endswith("every rank must pass backward(..., weight=) for each microbatch of a step, or for none")
 
@@ -731,8 +719,12 @@ def closes(loop: Loop) -> None:
 
 
 def uses_more_threads(loop: Loop) -> None:
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    loop.each(loop.backward)
+    try:
+        loop.each(loop.backward)
+    finally:
+        torch.set_num_threads(before)
 
 
 def makes_graphs(loop: Loop) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from modes import Mode
+from modes import Mode, on
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -26,18 +26,6 @@ from unisono.virtual_ranks import VirtualRanks
 
 V = 4
 SHUFFLED = partial(DataLoader, batch_size=4, shuffle=True)
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def on(ranks: int, body: Callable[[], Any]) -> Any:
-    """What `body` returns on rank zero, in a world of so many ranks."""
-    return Mode("solo" if ranks == 1 else "processes", ranks).run(lambda: body())[0]  # of this module, for a partial
 
 
 class Rows(Dataset[Any]):
@@ -195,7 +183,7 @@ def test_one_rank_is_its_own_witness() -> None:
 
 def test_each_rank_raises_the_error() -> None:
     body = partial(train, flips=lambda _, rank, taken: rank == 1 and taken > 2)
-    found = Mode("processes", 3).run(lambda: body())
+    found = Mode("processes", 3).run(body)
     assert len({str(error) for error, _ in found}) == 1
 
 
