@@ -218,9 +218,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("others", [(3,), pytest.param((2, V), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_so_it_is_with(way: str) -> None:
-    assert len({on(ranks, partial(train, **WAYS[way]))[0] for ranks in (1, 2, V)}) == 1
+def test_so_it_is_with(way: str, others: tuple[int, ...]) -> None:
+    assert len({on(ranks, partial(train, **WAYS[way]))[0] for ranks in (1, *others)}) == 1
 
 
 @pytest.mark.slow
@@ -443,7 +444,7 @@ def drops_gradients(_: Accelerator, model: nn.Module) -> None:
 )
 def test_gradients_of_shards_are_dropped_as_whole_ones(edit: Callable[[Accelerator, nn.Module], Any]) -> None:
     untouched = on(1, lambda: edited(lambda *_: None))
-    assert len({on(ranks, lambda: edited(edit)) for ranks in (1, 2, 3)} | {untouched}) == 2
+    assert len({on(ranks, lambda: edited(edit)) for ranks in (1, 3)} | {untouched}) == 2
 
 
 @pytest.mark.parametrize(
@@ -944,7 +945,7 @@ def passes_behind_the_reduction() -> str:
 
 
 def test_buffers_may_change_between_clipping_and_the_step() -> None:
-    assert len({on(ranks, passes_behind_the_reduction) for ranks in (1, 2, 3, V)}) == 1
+    assert len({on(ranks, passes_behind_the_reduction) for ranks in (1, 2, 3)}) == 1
 
 
 def means(state: str | None = None, leaves: bool = False) -> Any:
@@ -1006,7 +1007,7 @@ def scales() -> Any:
 def test_the_loss_scale_is_the_same_where_some_virtual_rank_overflows() -> None:
     found, digest = on(1, scales)
     assert len({each["scale"] for each in found}) > 2
-    assert all(on(ranks, scales) == (found, digest) for ranks in (2, 3, V))
+    assert all(on(ranks, scales) == (found, digest) for ranks in (2, 3))
 
 
 # What a checkpoint says of the bits.

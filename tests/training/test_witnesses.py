@@ -123,7 +123,7 @@ def test_a_run_with_witnesses_ends_with_the_bits_of_one_without_and_reports_the_
     digest, _, taken, reports = on(1, partial(train, **{**WAYS[way], "witness_every": None}))
     assert reports[-1] == 3 * 40
     every = WAYS[way].get("witness_every", 2)
-    for ranks in (1, 2, 3):
+    for ranks in (1, 2, 3) if way == "plain" else (1, 3):
         found = on(ranks, partial(train, **WAYS[way]))
         assert found[0] == digest
         assert found[2:] == (taken, (*reports[:3], reports[3] * (ranks == 1)))
