@@ -175,6 +175,47 @@ def test_a_bit_that_is_flipped_once_is_found_by_the_witness_of_that_batch() -> N
     assert "the same is true of" not in str(error)
 
 
+def test_no_rank_is_blamed_where_none_is_in_all_pairs() -> None:
+    error, _ = on(3, partial(train, flips=lambda batches, _, taken: not batches.valid_samples and taken > 2))
+    assert str(error).count("virtual rank") == 3
+    assert "is one of the two each time" not in str(error)
+    assert "without one of them" in str(error)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)])
+
+    def forward(self, inputs: torch.Tensor, place: int) -> Any:
+        return self.parts[place](inputs)
+
+
+def zeroes_in_place(witness_every: int | None = None, strategy: Any = "ddp") -> str:
+    """Parameters that no pass of a step reaches have gradients of zero, on which an optimizer steps by its momenta; so
+    do those that are frozen."""
+    accelerator = Accelerator(seed=1, virtual_ranks=Virtual(V, witness_every=witness_every), strategy=strategy)
+    model = Routed()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    rows = TensorDataset(torch.randn(72, 3))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 3))
+    taken = 0
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs, taken % (3 if taken < 3 else 2)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        taken += accelerator.sync_gradients
+        if taken == 3 and accelerator.sync_gradients:
+            model.module.parts[2].requires_grad_(False)
+    return accelerator.digest()
+
+
+def test_gradients_of_zero_are_those_of_each_batch() -> None:
+    whole = on(1, zeroes_in_place)
+    assert on(1, partial(zeroes_in_place, 2)) == on(3, partial(zeroes_in_place, 2)) == whole
+    assert on(2, partial(zeroes_in_place, None, "fsdp")) == on(3, partial(zeroes_in_place, 2, "fsdp")) == whole
+
+
 def test_one_rank_is_its_own_witness() -> None:
     state = random.Random(1)
     error, _ = on(1, partial(train, flips=lambda *_: state.random() < 0.5))

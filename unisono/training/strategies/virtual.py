@@ -28,6 +28,7 @@ from unisono.training.rules import TAKEN
 from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.sharded import is_distributed
 from unisono.training.strategies.strategy import Strategy
 from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
 from unisono.training.strategies.virtual_requests import Requests
@@ -46,6 +47,7 @@ class VirtualEngine(Engine):
         self._first_writes: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
         self._requests = Requests()
         self._unzeroed = set[int]()  # the ids of parameters whose gradients of an earlier step `zero_grad` has to drop
+        self._zeros = set[int]()  # the ids of parameters that the step has found with gradients of zero
         self._buffers = VirtualBuffers(self.name, self.members)
         self._witnesses = Witnesses(module, world)
 
@@ -92,6 +94,11 @@ class VirtualEngine(Engine):
     def count_writes(self) -> int:
         """How often the parameters were written to."""
         return sum(map(attrgetter(VERSION), self.members.parameters()))
+
+    def parameters_by(self, optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
+        """The ids of an optimizer's parameters, and where passes leave their gradients."""
+        own = set(map(id, parameters_of(optimizer)))
+        return [(id(each), each) for each in self.members.parameters() if id(each) in own]
 
     def trained_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """The parameters of an optimizer that are trained, or hold gradients, where passes leave these."""
@@ -168,6 +175,8 @@ class VirtualEngine(Engine):
         self.note_dropped({id(each) for each in self.with_gradients() if self.gradients.is_dropped(each)})
         if self.gradients.step is not None and not self.gradients.is_current:
             self._drop_earlier()
+        elif self.gradients.step is None:
+            self._drop_zeros()
         self.gradients.note_others()  # to find what is changed by hand
         super().begin_pass(False, visit)
 
@@ -184,6 +193,15 @@ class VirtualEngine(Engine):
                 each.grad = None
         self.gradients.note_zeros()
 
+    def _drop_zeros(self) -> None:
+        """Drop what `zero_grad(set_to_none=False)` has left, which the first batch of a rank would take alone: these
+        zeros are those of each batch of the step, also where its passes do not reach the parameter."""
+        for each in self.with_gradients():
+            own = each.grad.to_local() if is_distributed(each.grad) else each.grad
+            if own is not None and own.layout is torch.strided and not own.any():
+                self._zeros.add(id(each))
+                each.grad = None
+
     def refuse_earlier(self) -> NoReturn:
         if self._unzeroed:
             raise RuntimeError(
@@ -196,6 +214,7 @@ class VirtualEngine(Engine):
         self._unzeroed -= self._unzeroed if optimizer is None else set(map(id, parameters_of(optimizer)))
         if optimizer is not None and not self.is_due(optimizer):  # the step is left out, as for a norm of NaN
             self._requests.reduced.discard(optimizer)
+            self._zeros.difference_update(map(id, parameters_of(optimizer)))
             self._share_buffers()
             self._steps.take_step(optimizer)
         return super().note_zeros(optimizer)
@@ -217,6 +236,9 @@ class VirtualEngine(Engine):
         for each in self.trained_by(optimizer):
             if (gradient := self.take_gradient(each)) is not None:
                 taken[each] = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+        for name, each in self.parameters_by(optimizer) if self._zeros else ():
+            if name in self._zeros:
+                taken.setdefault(each, torch.zeros_like(each, requires_grad=False))
         step = self._steps.step
         draw = step.visits[-1].batch.draw if step.visits and step.visits[-1].batch is not None else None
         if draw is None:
@@ -292,11 +314,13 @@ class VirtualEngine(Engine):
 
     def note_step(self, optimizer: Optimizer) -> None:
         super().note_step(optimizer)
+        self._zeros.difference_update(map(id, parameters_of(optimizer)))
         self._requests.reduced.discard(optimizer)
 
     def restart(self) -> None:
         super().restart()
         self._requests.forget()
+        self._zeros.clear()
         self._world.state.deliveries.settle()
         self._buffers.forget()
         self._witnesses.forget()

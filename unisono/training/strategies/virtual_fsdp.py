@@ -73,6 +73,10 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
     def with_gradients(self) -> list[torch.Tensor]:
         return [each for each in self._parts if each.requires_grad or each.grad is not None]
 
+    def parameters_by(self, optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
+        own = set(map(id, parameters_of(optimizer)))
+        return [(id(each.sharded), each) for each in self._whole if id(each.sharded) in own]
+
     def trained_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         own = set(map(id, parameters_of(optimizer)))
         return [each for each in self._whole if id(each.sharded) in own and each.requires_grad]
