@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import nn
@@ -88,7 +88,13 @@ class Snapshots:
         self._generators: dict[str, Any] | None = None
         self._has_loaded = world.restart_count == 0
         self._restart(0)
-        world.state.deliveries.at_draw = self._at_draw
+        finalize(self, os.close, self._file)
+        if (other := world.state.deliveries.at_draw) is not None and other() is not None:
+            raise ValueError(
+                f"snapshot_every={every}: another Accelerator of this rank keeps snapshots, each of its own objects "
+                "alone; prepare all of them with one"
+            )
+        world.state.deliveries.at_draw = WeakMethod(self._at_draw)
 
     def _restart(self, step: int) -> None:
         self._step = step  # of the last snapshot, or where the run begins
@@ -106,8 +112,9 @@ class Snapshots:
 
     def newest(self) -> Contents | None:
         """What the attempts before this one have left last; None if there is nothing, or this one has begun."""
-        if self._number or self._count() != self._step:
-            return None
+        return None if self._number or self._count() != self._step else self._left_before()
+
+    def _left_before(self) -> Contents | None:
         return next(map(contents_of, read_snapshots(self._file, range(self._world.restart_count))), None)
 
     def before(self, step: int) -> Contents:
@@ -217,7 +224,7 @@ class Snapshots:
     def _check_first(self, content: Content) -> None:
         """Check that it is not taken of a run that has begun anew, and that memory is left for all of them."""
         world = self._world
-        if not self._has_loaded and self.newest() is not None:
+        if not self._has_loaded and self._left_before() is not None:
             raise RuntimeError(
                 "this run was restarted, and has begun anew, although a snapshot is there; call "
                 "accelerator.load_state(must_exist=False) before the first step, which continues from it"
