@@ -563,10 +563,11 @@ def test_the_launchers_default_is_taken(capfd: pytest.CaptureFixture[str], tmp_p
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\n"
+        "from torch.utils.data import DataLoader\n"
         "from unisono import Accelerator\n"
         "a = Accelerator()\n"
         "m = torch.nn.Linear(1, 1)\n"
-        "m, o, l = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1), torch.randn(8, 2, 1))\n"
+        "m, o, l = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1), DataLoader(torch.randn(8, 1), 2))\n"
         "for x in l:\n"
         "    a.backward(m(x).sum())\n"
         "    o.step()\n"

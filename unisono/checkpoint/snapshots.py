@@ -5,8 +5,8 @@ Where a run continues is known at one place only: where the loop that trains dra
 that belong to the batch before have run by then, and `load_state` brings the loop back to this place. So the loop that
 has drawn first, of those that are open in the first step, is the one whose draws are looked at from then on.
 
-State that all ranks have is divided among the ranks of a machine. There is no collective: ranks are at the same step,
-and each has the snapshots of the last two.
+State that all ranks have is divided among the ranks of a machine. A snapshot needs no collective: between two, there is
+one, that of a step. So when a rank overwrites its last but one, all have the last.
 
 *Threads:* the rank's own.
 """
@@ -172,6 +172,8 @@ class Snapshots:
                 f"snapshot_every={self._every}: a loop draws batches before the steps on those that it has drawn, "
                 "which a snapshot would leave out; draw each batch after optimizer.step(), or leave out snapshot_every"
             )
+        if is_behind_epoch:  # no step has kept the ranks together since the last snapshot, which all are to have
+            self._world.comm.barrier()
         self.take()
 
     def _look_at_other(self, loop: Loop, step: int) -> None:
