@@ -92,6 +92,11 @@ THREADS_2, THREADS_3, THREADS_4 = (Mode("threads", ranks) for ranks in (2, 3, 4)
 PROCESSES_2 = Mode("processes", 2)
 
 
+def on(ranks: int, body: Callable[[], Any]) -> Any:
+    """What `body` returns on rank zero, in a world of so many ranks."""
+    return (SOLO if ranks == 1 else Mode("processes", ranks)).run(body)[0]
+
+
 def each_of(modes: Iterable[Mode]) -> Any:
     """A fixture: a test that takes it runs in each of these."""
     import pytest  # as above
@@ -158,7 +163,8 @@ def hearing(logger: str) -> Iterator[list[str]]:
 def by_value(*functions: Callable[..., Any]) -> Iterator[None]:
     """Workers need not import the test modules of these functions, and pytest with them."""
     known = cloudpickle.list_registry_pickle_by_value()
-    modules = [sys.modules[name] for name in ({each.__module__ for each in functions} | {__name__}) - known]
+    names = {getattr(each, "func", each).__module__ for each in functions}  # also of a partial
+    modules = [sys.modules[name] for name in (names | {__name__}) - known]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:

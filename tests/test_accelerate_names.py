@@ -29,6 +29,7 @@ def test_a_name_of_theirs_is_an_error_that_says_what_it_is_here() -> None:
     for name, ours in {
         "get_state_dict": "state_dict(model)",
         "setup": "prepare()",
+        "rank": "process_index",
         "world_size": "num_processes",
     }.items():
         words = re.escape(f"'Accelerator' object has no attribute '{name}': here it is {ours}")

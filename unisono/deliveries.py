@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -162,11 +163,11 @@ class Deliveries:
 
     Attributes:
         evaluations: those without gradients.
-        at_draw: called with a loop, and its iterator, before it draws its next batch, or ends.
+        at_draw: a method that is called with a loop, and its iterator, before it draws its next batch, or ends.
     """
 
     def __init__(self) -> None:
-        self.at_draw: Callable[[Loop, Any], None] | None = None
+        self.at_draw: WeakMethod[Callable[[Loop, Any], None]] | None = None
         self.evaluations = Evaluations()
         self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
         # By memory: the batches in it, the latest last.
@@ -175,6 +176,11 @@ class Deliveries:
         self._computed: StorageMap[tuple[Batch, int]] = StorageMap()
         self._changing = threading.Lock()  # for the loops and what is known by memory; `end` never acquires it
         self._used: Batch | None = None  # by the last pass
+
+    def note_draw(self, loop: Loop, iterator: Any) -> None:
+        """Note that a loop is about to draw a batch, or to end."""
+        if self.at_draw is not None and (look := self.at_draw()) is not None:
+            look(loop, iterator)
 
     def begin(self, *asked: Callable[[], Any]) -> Loop:
         """Register a loop that begins, nested in those that are open; the arguments are those of `Loop`."""

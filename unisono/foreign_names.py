@@ -20,6 +20,7 @@ _OURS = {
     "on_local_main_process": "`if accelerator.is_local_main_process:`",
     "on_process": "`if accelerator.process_index == n:`",
     "profile": "torch.profiler.profile(); unisono.gather_report() says where the time of the loop went",
+    "rank": "process_index",
     "rank_zero_first": "main_process_first()",
     "save": "save_model(model, directory), or torch.save on rank zero",
     "seed_everything": "Accelerator(seed=...)",

@@ -50,7 +50,7 @@ class Virtual:
     balance: bool = False
 
     def __post_init__(self) -> None:
-        check_integer(self.count, "virtual_ranks", 1)
+        check_integer(self.count, "count", 1)
         if self.witness_every is not None:
             check_integer(self.witness_every, "witness_every", 1, "pass a number of steps, or None")
         check_type(self.balance, "balance", "pass True or False", bool)
@@ -58,7 +58,7 @@ class Virtual:
 
 def virtual_of(given: int | Virtual) -> Virtual:
     """What an argument `virtual_ranks` says."""
-    return given if isinstance(given, Virtual) else Virtual(given)
+    return given if isinstance(given, Virtual) else Virtual(check_integer(given, "virtual_ranks", 1))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -16,15 +18,18 @@ import snapshot_kills
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import by_value
+from modes import PROCESSES_2, THREADS_2, by_value
 from snapshot_kills import Plan, Run
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, current_world, spawn
+from unisono import Accelerator, current_world, should_stop, spawn
+from unisono.checkpoint import snapshots
 from unisono.checkpoint.snapshot_memory import Content, SlotWriter, free_others, read_snapshots
+from unisono.errors import CheckpointError, StoppedError, WorkerDiedError
 from unisono.launch.held_memory import create_memory
+from unisono.strategies import DiLoCo
 
 EPOCHS = 2
 
@@ -158,7 +163,7 @@ def undisturbed() -> str:
     "run",
     [
         Run("ddp", 2, 0, (Plan("worker", 1, "snapshot_memory", 60), Plan("worker", 0, "/checkpoint/", 40))),
-        Run("zero1", 2, 1, (Plan("loader", 0, "/unisono/", 2500), Plan("zygote", 1, "/unisono/", 1500))),
+        Run("zero1", 2, 1, (Plan("worker", 0, "/unisono/", 2500), Plan("zygote", 1, "/unisono/", 1500))),
         Run("fsdp", 3, 0, (Plan("stopped", 2, "/unisono/", 4000),)),
     ],
     ids=lambda run: run.strategy,
@@ -331,3 +336,268 @@ def test_a_loop_that_is_left_and_begun_again_goes_on_from_a_place_within_it(tmp_
     for kill_at in (2, 4, 6):
         place = str(tmp_path / str(kill_at))
         assert carried_out(lambda place=place, at=kill_at: result_of(leaves, place, at)) == whole
+
+
+def test_a_loop_that_draws_ahead_is_refused_in_the_first_step_that_it_would_leave_out() -> None:
+    loop = Loop("unused", -1)
+    batches = iter(loop.loader)
+    current = next(batches)
+    with pytest.raises(RuntimeError, match=r"draw each batch after optimizer\.step"):
+        for following in batches:
+            loop.train(*current)
+            current = following
+    assert loop.count.value == 1
+
+
+def test_no_snapshot_is_taken_where_another_thread_draws_which_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop("unused", -1)
+    queue: list[Any] = []
+
+    def draw() -> None:
+        queue.extend(loop.loader)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    thread.join()
+    for batch in queue:
+        loop.train(*batch)
+    assert "another thread than that of the steps draws the batches" in caplog.text
+
+
+def test_a_loop_over_another_loader_says_that_it_has_no_snapshots(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop("unused", -1)
+    for batch in loop.loader:
+        loop.train(*batch)
+    for batch in loop.other:
+        loop.train(*batch)
+    assert "no snapshot is taken in the loop over another loader" in caplog.text
+    assert "the last snapshot is of step 11" in caplog.text
+
+
+# What a restarted run continues from.
+
+
+def saved_then_killed(directory: str, is_behind: bool) -> tuple[int, str]:
+    """The step from which a run continues that is killed in its fifth step, with a checkpoint before or behind it."""
+    loop = Loop(directory, -1, snapshot_every=1 if is_behind else 2)
+    loaded = loop.count.value
+    if current_world().restart_count:
+        return loaded, sorted(each.name for each in Path(directory, "checkpoints").glob("checkpoint_*"))[-1]
+    for batch in loop.loader:
+        loop.train(*batch)
+        if loop.count.value == 3 + 2 * is_behind - 1:
+            loop.accelerator.save_state()
+        if loop.count.value == 5:
+            current_world().comm.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_the_newest_of_checkpoints_and_snapshots_is_loaded(tmp_path: Path) -> None:
+    # Saved after step 4, which is the newest snapshot, taken behind it; then after step 2, and there is one of step 4.
+    for is_behind, step in ((True, 4), (False, 4)):
+        found = carried_out(lambda is_behind=is_behind: saved_then_killed(str(tmp_path / str(is_behind)), is_behind))
+        assert found == [(step, "checkpoint_0")] * 2
+
+
+def test_a_checkpoint_that_was_saved_after_the_last_snapshot_is_loaded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> int:
+        loop = Loop(str(tmp_path), -1, snapshot_every=2)
+        if current_world().restart_count == 0:
+            for batch in loop.loader:
+                loop.train(*batch)
+                if loop.count.value == 3:
+                    loop.accelerator.save_state()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return loop.count.value
+
+    assert carried_out(body) == [3, 3]
+    assert "checkpoint_0: epoch 0, step 3" in capfd.readouterr().err
+
+
+def test_a_restarted_run_that_begins_anew_is_an_error_and_not_silent(tmp_path: Path) -> None:
+    def body() -> None:
+        accelerator = Accelerator(snapshot_every=1)
+        model = nn.Linear(3, 1)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.randn(12, 3), 2)
+        )
+        for number, rows in enumerate(loader):
+            accelerator.backward(model(rows).sum())
+            optimizer.step()
+            if number == 2 and current_world().restart_count == 0:
+                current_world().comm.barrier()
+                raise OSError("the first attempt fails")
+
+    with pytest.raises(RuntimeError, match=r"call accelerator.load_state\(must_exist=False\) before the first step"):
+        carried_out(body)
+
+
+def test_a_run_that_fails_at_last_is_saved_where_it_would_look_for_a_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = carried_out(lambda: result_of(epochs, str(tmp_path / "whole"), -1), restarts=0)
+    with pytest.raises(WorkerDiedError):
+        carried_out(lambda: result_of(epochs, str(tmp_path / "failed"), 5), restarts=0)
+    assert "saved step 4 from memory, as " in capfd.readouterr().err
+    assert carried_out(lambda: result_of(epochs, str(tmp_path / "failed"), -1), restarts=0) == whole
+    assert "checkpoint_0: epoch 0, step 4" in capfd.readouterr().err
+
+
+def test_a_run_that_was_asked_to_stop_and_saves_nothing_is_saved(tmp_path: Path) -> None:
+    def body(directory: str) -> Any:
+        loop = Loop(directory, -1)
+        for _ in range(loop.loader.epoch, EPOCHS):
+            for batch in loop.loader:
+                if loop.count.value == 3 and current_world().rank == 0 and directory.endswith("stopped"):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if should_stop():
+                    return None
+                loop.train(*batch)
+        return loop.accelerator.digest()
+
+    def run(directory: str) -> Any:
+        return carried_out(lambda: body(directory), restarts=0)
+
+    whole = run(str(tmp_path / "whole"))
+    with pytest.raises(StoppedError):
+        run(str(tmp_path / "stopped"))
+    os.rename(tmp_path / "stopped", tmp_path / "then")
+    assert (tmp_path / "then" / "checkpoints" / "checkpoint_0").exists()
+    assert run(str(tmp_path / "then")) == whole
+
+
+# Going back.
+
+
+def rewinds(
+    directory: str, at: int, skip: bool, is_after: bool, strategy: str = "ddp", virtual_ranks: int | None = None
+) -> Any:
+    """What is trained, where at that step the ranks go back by one, once."""
+    loop = Loop(directory, -1, snapshots=2, strategy=strategy, virtual_ranks=virtual_ranks)
+    optimizer, gone_back, steps = loop.optimizer, False, 0
+    for _ in range(EPOCHS):
+        for batch in loop.loader:
+            if not gone_back and not is_after and steps == at:
+                gone_back = True
+                assert loop.accelerator.rewind(skip=skip).step == at - 1
+                continue
+            loop.accelerator.backward(loop.loss(*batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += loop.accelerator.sync_gradients
+            if not gone_back and is_after and steps == at:
+                gone_back = True
+                assert loop.accelerator.rewind(skip=skip).step == at - 1
+        loop.scheduler.step()
+    return loop.accelerator.digest()
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "virtual_ranks"),
+    [("ddp", None), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("fsdp", None), ("zero1", 2)))],
+)
+def test_what_is_drawn_again_after_going_back_is_trained_on_alike(
+    strategy: str, virtual_ranks: int | None, is_after: bool, tmp_path: Path
+) -> None:
+    def run(at: int) -> list[Any]:
+        return carried_out(lambda: rewinds(str(tmp_path), at, False, is_after, strategy, virtual_ranks), restarts=0)
+
+    assert run(4) == run(-1)
+
+
+def test_what_is_skipped_after_going_back_is_as_if_it_had_not_been_drawn(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    loop = Loop(str(tmp_path), -1)
+    before: list[torch.Tensor] = []
+    for number, batch in enumerate(loop.loader):
+        before.append(loop.model[0].weight.detach().clone())
+        if number == 3:
+            loop.accelerator.rewind()
+            assert torch.equal(loop.model[0].weight, before[2])
+            assert loop.optimizer.state[loop.model[0].weight]["step"] == 2
+            continue
+        loop.train(*batch)
+    assert number == 10
+    assert loop.optimizer.state[loop.model[0].weight]["step"] == 9
+
+
+def test_a_kill_after_going_back_does_not_bring_the_dropped_steps_back(tmp_path: Path) -> None:
+    def body() -> int:
+        loop = Loop(str(tmp_path), -1)
+        if current_world().restart_count:
+            return loop.count.value
+        for number, batch in enumerate(loop.loader):
+            if number == 4:
+                loop.accelerator.rewind()
+                current_world().comm.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+            loop.train(*batch)
+        raise AssertionError
+
+    assert carried_out(body) == [3, 3]
+
+
+def test_going_back_further_than_snapshots_are_kept_is_an_error() -> None:
+    loop = Loop("unused", -1)
+    for number, batch in enumerate(loop.loader):
+        loop.train(*batch)
+        if number == 3:
+            with pytest.raises(CheckpointError, match=r"Accelerator\(snapshots=2\) keeps more than the last 1"):
+                loop.accelerator.rewind(3)
+            assert loop.accelerator.rewind(2).step == 2
+            break
+    with pytest.raises(RuntimeError, match=r"Accelerator\(snapshot_every=1\)"):
+        Accelerator().rewind()
+    with pytest.raises(ValueError, match="steps=0"):
+        loop.accelerator.rewind(0)
+
+
+# The door.
+
+
+def test_the_launchers_default_is_taken(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "from unisono import Accelerator\n"
+        "a = Accelerator()\n"
+        "m = torch.nn.Linear(1, 1)\n"
+        "m, o, l = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1), DataLoader(torch.randn(8, 1), 2))\n"
+        "for x in l:\n"
+        "    a.backward(m(x).sum())\n"
+        "    o.step()\n"
+    )
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--backend", "cpu", "--snapshot-every", "2"]
+    ended = subprocess.run([*command, str(script)], capture_output=True, text=True, check=True, timeout=120)
+    assert "snapshots: every 2 steps, in " in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"snapshot_every": 0}, "snapshot_every=0"),
+        ({"snapshot_every": 1, "snapshots": 8}, "pass at most 7"),
+        ({"snapshot_every": 1, "snapshots": 0}, "snapshots=0"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(given: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Accelerator(**given)
+
+
+def test_ranks_that_cannot_have_snapshots_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode, others, words in (
+        (THREADS_2, {}, "start processes"),
+        (PROCESSES_2, {"strategy": DiLoCo(every=2)}, "no state in common"),
+    ):
+        told = mode.told(lambda others=others: Accelerator(snapshot_every=1, **others), ValueError)
+        assert all(words in each for each in told)
+    monkeypatch.setattr(snapshots, "memory_left", lambda: 1000)
+    loop = Loop("unused", -1)
+    with pytest.raises(MemoryError, match=r"snapshot_every=1 needs \d+ MiB .* 2 copies of the state, and 0 MiB"):
+        epochs(loop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,16 @@ def test_configurations_that_differ_are_named(runs: dict[int, Path], tmp_path: P
     first, second = said.splitlines()
     assert first == "configurations differ: seed 0, 1"
     assert second.startswith("no step before is equal; at step 5 the gradient of 0.weight differs first, and ")
+
+
+def test_a_run_is_not_compared_with_itself(runs: dict[int, Path], tmp_path: Path, compared: Any) -> None:
+    run = runs[1].resolve()
+    assert compared(runs[1], run) == (2, f"unisono compare: both are the run {run}; pass another one")
+    first, second = (shutil.copytree(run, tmp_path / name) for name in ("first", "second"))
+    (tmp_path / "latest").symlink_to("second")
+    words = f"unisono compare: both are the run {second}; name the other one: {first}"
+    assert compared(tmp_path, tmp_path) == (2, words)
+    assert compared(tmp_path, first)[0] == 0
 
 
 def test_what_cannot_be_compared_is_said_with_the_way_out(runs: dict[int, Path], tmp_path: Path, compared: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from modes import Mode
+from modes import on
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,18 +23,6 @@ from unisono.loaders import balance
 from unisono.virtual_ranks import VirtualRanks, rebalanced, sums_of
 
 V = 6
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def on(ranks: int, body: Callable[[], Any]) -> Any:
-    """What `body` returns on rank zero, in a world of so many ranks."""
-    return Mode("solo" if ranks == 1 else "processes", ranks).run(lambda: body())[0]  # of this module, for a partial
 
 
 # The table, as a pure function.
@@ -156,10 +144,17 @@ def train(
     return (accelerator.digest(), mean.compute().hex()), taken, seen
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_tables_at_random_rounds_leave_the_bits(ranks: int, seed: int) -> None:
-    whole, taken, _ = on(1, partial(train, False))
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """What one rank computes."""
+    return on(1, partial(train, False))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seed"), [(2, 0), (3, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(3, 0), (2, 2)])]
+)
+def test_random_tables_at_random_rounds_leave_the_bits(ranks: int, seed: int, alone: Any) -> None:
+    whole, taken, _ = alone
     witness_every = 2 if seed else None
     found, *others = on(ranks, partial(train, True, seed, witness_every=witness_every))
     assert found == whole
@@ -168,20 +163,19 @@ def test_random_tables_at_random_rounds_leave_the_bits(ranks: int, seed: int) ->
 
 
 def test_random_tables_leave_the_bits_where_loader_workers_read_ahead() -> None:
-    whole, *_ = on(1, partial(train, False))
-    assert on(3, partial(train, True, 7, num_workers=1, witness_every=3))[0] == whole
+    whole, *_ = on(1, partial(train, False, epochs=1))
+    assert on(3, partial(train, True, 7, num_workers=1, witness_every=3, epochs=1))[0] == whole
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
-def test_a_run_is_resumed_on_other_ranks(before: int, after: int, tmp_path: Path) -> None:
-    whole, *_ = on(1, partial(train, False))
+def test_a_run_is_resumed_on_other_ranks(before: int, after: int, alone: Any, tmp_path: Path) -> None:
     on(before, partial(train, True, 1, (str(tmp_path), 10)))
-    assert on(after, partial(train, True, 2, (str(tmp_path), -1)))[0] == whole
+    assert on(after, partial(train, True, 2, (str(tmp_path), -1)))[0] == alone[0]
 
 
 def test_a_slowed_rank_is_found_and_carries_fewer() -> None:
-    whole, *_ = on(1, partial(train, False, samples=480))
-    found, _, seen = on(2, partial(train, True, slows=0.03, samples=480))
+    whole, *_ = on(1, partial(train, False, samples=480, epochs=1))
+    found, _, seen = on(2, partial(train, True, slows=0.03, samples=480, epochs=1))
     assert found == whole
     assert [5, 1] in seen
 
@@ -213,10 +207,13 @@ ACTS: dict[str, Callable[[Accelerator, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", ACTS)
 def test_what_ranks_do_together_for_each_batch_is_refused_in_words(name: str) -> None:
-    with pytest.raises(RuntimeError, match=f"{name} came in the middle of a round.* where accelerator.sync_gradients"):
-        on(2, partial(refuses, ACTS[name]))
-    if name != "gather_for_metrics":
-        on(2, partial(refuses, ACTS[name], ends_round=True))
+    def body() -> None:
+        if name != "gather_for_metrics":
+            refuses(ACTS[name], ends_round=True)
+        with pytest.raises(RuntimeError, match=f"{name} came in the middle of a round.* accelerator.sync_gradients"):
+            refuses(ACTS[name])
+
+    on(2, body)
 
 
 def test_fsdp_is_refused() -> None:

@@ -18,29 +18,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from modes import Mode
+from modes import PROCESSES_2, on
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean, Virtual
 from unisono.backends.cpu import CpuBackend
-from unisono.errors import WorkerDiedError
+from unisono.errors import CollectiveMismatchError, WorkerDiedError
 from unisono.strategies import FSDP
 from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
 V = 4
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def on(ranks: int, body: Callable[[], Any]) -> Any:
-    """What `body` returns on rank zero, in a world of so many ranks."""
-    return Mode("solo" if ranks == 1 else "processes", ranks).run(lambda: body())[0]  # of this module, for a partial
 
 
 # The tree.
@@ -230,9 +218,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("others", [(3,), pytest.param((2, V), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_so_it_is_with(way: str) -> None:
-    assert len({on(ranks, partial(train, **WAYS[way]))[0] for ranks in (1, 2, V)}) == 1
+def test_so_it_is_with(way: str, others: tuple[int, ...]) -> None:
+    assert len({on(ranks, partial(train, **WAYS[way]))[0] for ranks in (1, *others)}) == 1
 
 
 @pytest.mark.slow
@@ -265,9 +254,9 @@ def weights(seed: int, count: int | None) -> list[torch.Tensor]:
     return [each.detach().clone() for each in accelerator.unwrap_model(model).parameters()]
 
 
-def maker_first(count: int | None) -> list[torch.Tensor]:
+def maker_first(count: int | None, by_hand: bool = False, **options: Any) -> list[torch.Tensor]:
     """The loss of the maker, which comes first, leaves gradients in the judge, on those that it has stepped on."""
-    accelerator = Accelerator(seed=1, virtual_ranks=count)
+    accelerator = Accelerator(seed=1, virtual_ranks=count, **options)
     maker, judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
     steps = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (maker, judge)]
     rows = TensorDataset(torch.randn(26, 3, dtype=torch.float64))
@@ -278,10 +267,14 @@ def maker_first(count: int | None) -> list[torch.Tensor]:
         one.zero_grad()
         accelerator.backward(lost)
         one.step()
-        other.zero_grad()
+        for each in judged_by.parameters() if by_hand else ():
+            each.grad = None
+        if not by_hand:
+            other.zero_grad()
         accelerator.backward(told)
         other.step()
-    return [each.detach().clone() for each in (*maker.parameters(), *judge.parameters())]
+    parameters = [*made_by.parameters(), *judged_by.parameters()]
+    return [getattr(each, "full_tensor", each.detach)().detach().clone() for each in parameters]
 
 
 def test_gradients_that_another_models_loss_leaves_are_zeroed_as_on_a_device_of_its_own() -> None:
@@ -289,6 +282,12 @@ def test_gradients_that_another_models_loss_leaves_are_zeroed_as_on_a_device_of_
     assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
     for one, other in zip(first, on(V, lambda: maker_first(None)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+def test_gradients_are_dropped_between_two_losses_as_they_are_zeroed(ranks: int, strategy: str) -> None:
+    found = on(ranks, lambda: maker_first(V, by_hand=True, strategy=strategy))
+    assert [each.tolist() for each in found] == [each.tolist() for each in on(1, lambda: maker_first(V))]
 
 
 def weighted(count: int | None, has_norm: bool = False) -> list[torch.Tensor]:
@@ -314,6 +313,26 @@ def test_weights_of_batches_are_those_of_as_many_ranks() -> None:
     assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
     for one, other in zip(first, on(V, lambda: weighted(None)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_weights_of_some_ranks_batches_alone_are_refused_on_all_ranks(later: bool) -> None:
+    def body() -> str:
+        accelerator = Accelerator(virtual_ranks=V)
+        model = nn.Linear(1, 1)
+        rows = DataLoader(TensorDataset(torch.ones(16, 1)), 2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), rows)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            for number, (inputs,) in enumerate(loader):
+                weight = 2.0 if accelerator.is_main_process and (not later or number > 1) else None
+                accelerator.backward(model(inputs).mean(), weight=weight)
+                optimizer.step()
+                optimizer.zero_grad()
+        return str(caught.value)
+
+    for text in PROCESSES_2.run(body):
+        assert "rank 0 came to the weights of the batches of a step" in text
+        assert text.endswith("every rank must pass backward(..., weight=) for each microbatch of a step, or for none")
 
 
 def test_a_round_in_which_nothing_counts_is_skipped_with_its_buffers_averaged() -> None:
@@ -425,7 +444,7 @@ def drops_gradients(_: Accelerator, model: nn.Module) -> None:
 )
 def test_gradients_of_shards_are_dropped_as_whole_ones(edit: Callable[[Accelerator, nn.Module], Any]) -> None:
     untouched = on(1, lambda: edited(lambda *_: None))
-    assert len({on(ranks, lambda: edited(edit)) for ranks in (1, 2, 3)} | {untouched}) == 2
+    assert len({on(ranks, lambda: edited(edit)) for ranks in (1, 3)} | {untouched}) == 2
 
 
 @pytest.mark.parametrize(
@@ -443,6 +462,26 @@ def test_gradients_of_shards_that_are_changed_by_hand_are_refused(
 ) -> None:
     with pytest.raises(RuntimeError, match="changed by hand before it was asked to step"):
         on(ranks, lambda: edited(edit, above=-9.0))
+
+
+def repeats() -> None:
+    """One rank repeats a batch after an error."""
+    accelerator = Accelerator(virtual_ranks=V, strategy="fsdp")
+    model = nn.Linear(3, 1)
+    rows = DataLoader(TensorDataset(torch.randn(24, 3)), 2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), rows)
+    for number, (inputs,) in enumerate(loader):
+        loss = model(inputs).square().mean()
+        if number == 1 and accelerator.is_main_process:
+            loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_rank_that_repeats_a_batch_by_itself_where_parameters_are_divided_is_told_so() -> None:
+    with pytest.raises(CollectiveMismatchError, match="repeat a batch, as after an error, on all ranks or on none"):
+        on(2, repeats)
 
 
 def freezes(strategy: str, count: int | None = V) -> list[torch.Tensor]:
@@ -681,8 +720,12 @@ def closes(loop: Loop) -> None:
 
 
 def uses_more_threads(loop: Loop) -> None:
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    loop.each(loop.backward)
+    try:
+        loop.each(loop.backward)
+    finally:
+        torch.set_num_threads(before)
 
 
 def makes_graphs(loop: Loop) -> None:
@@ -697,6 +740,14 @@ def evaluates(loop: Loop) -> None:
     with torch.no_grad():
         for (inputs,) in loop.loader:
             loop.model(inputs)
+
+
+def weighs_twice(loop: Loop) -> None:
+    def act(inputs: torch.Tensor) -> None:
+        for weight in (2.0, None):
+            loop.accelerator.backward(loop.model(inputs).mean(), weight=weight)
+
+    loop.each(act)
 
 
 def accumulates(loop: Loop) -> None:
@@ -718,6 +769,7 @@ REFUSED: dict[Callable[[Loop], None], str] = {
     makes_graphs: r"create_graph=True\) through the",
     goes_past: "came past what prepare\\(\\) has returned",
     evaluates: "in a loop without gradients: .* call its eval",
+    weighs_twice: "two passes of one batch have weight=2 and weight=None, .* pass the same in both",
     accumulates: "cannot be set with virtual_ranks=2",
 }
 
@@ -730,16 +782,47 @@ def test_a_loop_whose_bits_would_depend_on_the_ranks_is_refused(loop: Callable[[
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "words"),
+    ("model", "optimizer", "strategy", "words"),
     [
-        (nn.SyncBatchNorm(1), torch.optim.SGD, "use BatchNorm"),
-        (nn.Linear(1, 1), torch.optim.SparseAdam, "use Adam or SGD"),
-        (nn.Linear(1, 1), partial(torch.optim.AdamW, fused=True), "pass fused=False"),
+        (nn.SyncBatchNorm(1), torch.optim.SGD, "fsdp", "use BatchNorm"),
+        (nn.Linear(1, 1), torch.optim.SparseAdam, "ddp", "use Adam or SGD"),
+        (nn.Linear(1, 1), partial(torch.optim.AdamW, fused=True), "fsdp", "pass fused=False"),
     ],
 )
-def test_what_needs_the_ranks_is_refused(model: nn.Module, optimizer: Any, words: str) -> None:
+def test_what_needs_the_ranks_is_refused(model: nn.Module, optimizer: Any, strategy: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Accelerator(virtual_ranks=2, strategy="fsdp").prepare(model, optimizer(model.parameters(), lr=0.1))
+        Accelerator(virtual_ranks=2, strategy=strategy).prepare(model, optimizer(model.parameters(), lr=0.1))
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class OfNoLibrary(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "strategy", "words"),
+    [
+        (Scaled, torch.optim.SGD, "fsdp", "'scale' of the Scaled is a scalar; give it the shape"),
+        (partial(nn.Linear, 2, 2), torch.optim.Adafactor, "fsdp", "Adafactor takes each parameter as a whole"),
+        (partial(nn.Linear, 2, 2, bias=False), torch.optim.Muon, "fsdp", "Muon takes each parameter as a whole"),
+        (partial(nn.Linear, 2, 2), OfNoLibrary, "zero1", "OfNoLibrary is not one of torch.optim's"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_on_any_number_of_ranks(
+    model: Callable[[], nn.Module], optimizer: Any, strategy: Any, words: str
+) -> None:
+    def body() -> str:
+        with pytest.raises((TypeError, ValueError), match=words) as caught:
+            Accelerator(virtual_ranks=2, strategy=strategy).prepare(made := model(), optimizer(made.parameters()))
+        return str(caught.value)
+
+    assert on(1, body) == on(2, body)
 
 
 def test_a_collate_fn_that_returns_a_row_of_each_sample_is_one_of_many_and_others_are_refused() -> None:
@@ -862,7 +945,7 @@ def passes_behind_the_reduction() -> str:
 
 
 def test_buffers_may_change_between_clipping_and_the_step() -> None:
-    assert len({on(ranks, passes_behind_the_reduction) for ranks in (1, 2, 3, V)}) == 1
+    assert len({on(ranks, passes_behind_the_reduction) for ranks in (1, 2, 3)}) == 1
 
 
 def means(state: str | None = None, leaves: bool = False) -> Any:
@@ -924,7 +1007,7 @@ def scales() -> Any:
 def test_the_loss_scale_is_the_same_where_some_virtual_rank_overflows() -> None:
     found, digest = on(1, scales)
     assert len({each["scale"] for each in found}) > 2
-    assert all(on(ranks, scales) == (found, digest) for ranks in (2, 3, V))
+    assert all(on(ranks, scales) == (found, digest) for ranks in (2, 3))
 
 
 # What a checkpoint says of the bits.

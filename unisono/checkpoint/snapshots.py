@@ -5,9 +5,9 @@ Where a run continues is known at one place only: where the loop that trains dra
 that belong to the batch before have run by then, and `load_state` brings the loop back to this place. So the loop that
 has drawn first, of those that are open in the first step, is the one whose draws are looked at from then on.
 
-State that all ranks have is divided among the ranks of a machine, so that each machine has all of it; beside state that
-is divided among all ranks, it is, too. No snapshot is a collective: ranks are at the same step, and each has the
-snapshots of the last two.
+State that all ranks have is divided among the ranks of a machine, so that each machine has all of it; or among all
+ranks, as soon as other state is. A snapshot needs no collective: between two, there is one, that of a step. So when a
+rank overwrites its last but one, all have the last.
 
 *Threads:* the rank's own.
 """
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import nn
@@ -86,7 +86,13 @@ class Snapshots:
         self._generators: dict[str, Any] | None = None
         self._has_loaded = self._attempt == 0
         self._restart(0)
-        world.state.deliveries.at_draw = self._at_draw
+        finalize(self, os.close, self._file)
+        if (other := world.state.deliveries.at_draw) is not None and other() is not None:
+            raise ValueError(
+                f"snapshot_every={every}: another Accelerator of this rank keeps snapshots, each of its own objects "
+                "alone; prepare all of them with one"
+            )
+        world.state.deliveries.at_draw = WeakMethod(self._at_draw)
 
     def _restart(self, step: int) -> None:
         self._step = step  # of the last snapshot, or where the run begins
@@ -165,6 +171,8 @@ class Snapshots:
                 f"snapshot_every={self._every}: a loop draws batches before the steps on those that it has drawn, "
                 "which a snapshot would leave out; draw each batch after optimizer.step(), or leave out snapshot_every"
             )
+        if is_behind_epoch:  # no step has kept the ranks together since the last snapshot, which all are to have
+            self._world.comm.barrier()
         self.take()
 
     def _look_at_other(self, loop: Loop, step: int) -> None:

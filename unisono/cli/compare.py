@@ -24,13 +24,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    from unisono.report.digests import compare_digests, read_digests  # here, since it imports torch
+    from unisono.report.digests import check_two, compare_digests, read_digests  # here, since it imports torch
 
     try:
+        check_two(arguments.one, arguments.other)
         code, text = compare_digests(read_digests(arguments.one), read_digests(arguments.other))
     except BrokenPipeError:
         raise
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"unisono compare: {error}", file=sys.stderr)
         return 2
     print(text)

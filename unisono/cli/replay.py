@@ -90,7 +90,9 @@ def replay_rank(rank: int, replay: Replay, target: Target, variables: dict[str, 
 
 
 def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
-    """ValueError: what was asked for does not fit the run."""
+    """ValueError: what was asked for does not fit the run, or this machine."""
+    from unisono.backends import pick_backend
+
     count, optimizers = recorded.settings.get("virtual_ranks"), {optimizer for _, optimizer in recorded.steps}
     if not recorded.command:
         raise ValueError(
@@ -103,8 +105,16 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
         raise ValueError(f"-n {parsed.nproc}: the run has virtual_ranks={count}; pass a number from 1 to {count}")
     if parsed.pdb and parsed.nproc > 1:
         raise ValueError(f"--pdb needs the terminal, which one device has; leave out -n {parsed.nproc}")
-    if optimizers and parsed.optimizer not in optimizers:
-        raise ValueError(f"--optimizer {parsed.optimizer}: the record has those of {sorted(optimizers)}")
+    if parsed.optimizer < 0 or (optimizers and parsed.optimizer not in optimizers):
+        known = ", ".join(map(str, sorted(optimizers))) or "0"
+        raise ValueError(
+            f"--optimizer {parsed.optimizer}: they are numbered from 0, in the order of prepare(), and the record has "
+            f"the steps of {known}; pass one of these"
+        )
+    if parsed.cwd and not os.path.isdir(parsed.cwd):
+        raise ValueError(f"--cwd {parsed.cwd} is no directory; pass the one that the script is to start in")
+    if parsed.backend:
+        pick_backend(parsed.backend)
 
 
 def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> tuple[Replay, str]:

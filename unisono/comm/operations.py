@@ -40,6 +40,10 @@ _RULE_OF_STEPS = (
     "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, loop over each "
     "loader equally often, in the same order, and step schedulers alike"
 )
+_ADVICE_ON_PASSES = (
+    "; strategy='fsdp' gathers parameters in each pass: repeat a batch, as after an error, on all ranks or on none"
+)
+_RULE_OF_WEIGHTS = "pass backward(..., weight=) for each microbatch of a step, or for none"
 _RULE_OF_LOOPS = "begin the same loops between the same collectives"
 _ADVICE_ON_LOOPS = (
     "; a prepared loader gives each rank its part of the data only: under `if is_rank_zero():`, loop over a DataLoader "
@@ -56,6 +60,9 @@ WAY_OUT = (
 _RULE_OF_DATA = f"read the same batches, of which the loader gives it a part; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"
 """What a rank announces, begins so."""
+WEIGHTS = "the weights of the batches of a step"
+"""What a rank announces whose batches have weights of their own, before it reduces."""
+_AT_WEIGHTS = re.compile(f"{WEIGHTS}|the gradients of|a comparison of the ranks' models")
 LOADED = "load_state_dict()"
 """What a rank announces contains it if it steps from a state that it has loaded since its last step."""
 ADVICE_ON_STATES = (
@@ -202,6 +209,10 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     )
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
     rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
+    if rule is _RULE_OF_STEPS and any("a forward pass of the" in each for each in groups):  # which gathers
+        rule += _ADVICE_ON_PASSES
+    if any(WEIGHTS in each for each in groups) and all(map(_AT_WEIGHTS.search, groups)):
+        rule = _RULE_OF_WEIGHTS
     known = {*filter(None, (places or {}).values())}
     alike = len({_LENGTH.sub("", each) for each in short.values()}) == 1 and len(known) <= 1
     if alike and any(map(is_of_loop, groups)):  # the same loop, over other batches

@@ -113,12 +113,10 @@ class DeviceIterator:
             own = weakref.ref(self)
             received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own), partial(_tail, own))
             self._loop, self._received = loop, received = LoopTiming(track), received
-            if self._deliveries.at_draw is not None:
-                self._deliveries.at_draw(received, self)
+            self._deliveries.note_draw(received, self)
         else:
             track.switch(FETCH)
-            if self._deliveries.at_draw is not None:
-                self._deliveries.at_draw(received, self)
+            self._deliveries.note_draw(received, self)
             if self._balance is not None:
                 self._deal_anew(self._balance, received, track)
                 lane = self._lane

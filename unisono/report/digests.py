@@ -84,15 +84,28 @@ class RunDigests:
             self.steps[line["step"], line["optimizer"]] = digests
 
 
+def run_in(path: str | Path) -> Path:
+    """The directory of the run that is meant: this one, or the latest in a log directory."""
+    found = (each for each in (Path(path), Path(path, "latest")) if (each / DIGESTS).exists())
+    return next(found, Path(path)).resolve()
+
+
+def check_two(one: str | Path, other: str | Path) -> None:
+    """ValueError: these are one run, which would be equal to itself."""
+    if (run := run_in(one)) == run_in(other):
+        others = sorted({each.parent.resolve() for each in run.parent.glob(f"*/{DIGESTS}")} - {run})
+        way = f"name the other one: {', '.join(map(str, others[-_SHOWN:]))}" if others else "pass another one"
+        raise ValueError(f"both are the run {run}; {way}")
+
+
 def read_digests(path: str | Path, needs_steps: bool = True) -> RunDigests:
     """Read the digests of a run, given by its directory or a log directory. What a restart has repeated counts once.
 
     Raises:
         FileNotFoundError: it has none; a run that has ended before the first step with some has, unless `needs_steps`.
     """
-    files = [each for each in (Path(path) / DIGESTS, Path(path) / "latest" / DIGESTS) if each.exists()]
-    found = RunDigests()
-    for text in filter(str.strip, files[0].read_text(errors="replace").splitlines() if files else []):
+    found, file = RunDigests(), run_in(path) / DIGESTS
+    for text in filter(str.strip, file.read_text(errors="replace").splitlines() if file.exists() else []):
         try:
             line = json.loads(text)
         except ValueError:

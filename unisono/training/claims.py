@@ -163,8 +163,15 @@ def checked_weight(weight: float | torch.Tensor) -> float:
     return float(weight)
 
 
-def check_same(known: Claim, claim: Claim) -> None:
-    """Check the claims of two losses of one microbatch, or of two passes through its graph."""
+def check_same(known: Claim, claim: Claim, is_of_virtual: bool) -> None:
+    """Check the claims of two losses of one microbatch, which may be of a virtual rank, or of two passes through its
+    graph."""
+    if known[:2] != claim[:2] and is_of_virtual:
+        one, other = (f"{each.samples:g}" if each.is_given else None for each in (known, claim))
+        raise ValueError(
+            f"two passes of one batch have weight={one} and weight={other}, and with virtual_ranks a batch has one "
+            "weight; pass the same in both, or add the losses up, and call backward once"
+        )
     if known[:2] != claim[:2]:
         raise ValueError(
             f"one batch has the weights {known.samples:g} of {known.total:g} and {claim.samples:g} of {claim.total:g} "

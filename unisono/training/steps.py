@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch.optim import Optimizer
 
-from unisono.comm.operations import HOST
+from unisono.comm.operations import HOST, WEIGHTS
 from unisono.deliveries import Batch
 from unisono.training.claims import Claim, Origin, check_counts, check_repeated, check_same, claim_of
 from unisono.training.machine import ELSEWHERE, UNITS, Machine, Misfit, Step, Visit
@@ -92,7 +92,7 @@ class Steps(Machine):
             if known is not None and known.claim.is_empty:  # a block goes on to a batch that counts
                 known = None
         if known is not None:
-            check_same(known.claim, claim)
+            check_same(known.claim, claim, self.virtual is not None)
             self.continue_visit(known, batch)
             return known
         visit = self.begin_visit(source, batch, claim)
@@ -154,7 +154,7 @@ class Steps(Machine):
             by_rank = {draw.rank: samples for draw, samples in draws.items() if draw.counts}
             carried = next(iter(draws)).carried
             own = [by_rank.get(rank, 0.0) for rank in carried.own] + [0.0] * (carried.each - len(carried.own))
-            self.world.comm.announce("the weights of the batches of a step")
+            self.world.comm.announce(WEIGHTS)
             found = self.world.comm.all_gather(torch.tensor(own, dtype=torch.float64, device=HOST))
             self._total = step, math.fsum(torch.cat(found).tolist())
         return self._total[1]

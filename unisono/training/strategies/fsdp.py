@@ -30,6 +30,7 @@ from unisono.torch_private import (
 )
 from unisono.training.parameter_names import listed
 from unisono.training.steps import Steps
+from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.ddp import failed_before
 from unisono.training.strategies.engine import Engine, is_left_at, weak_method
 from unisono.training.strategies.sharded import (
@@ -64,9 +65,11 @@ class FSDPStrategy(Strategy):
                 "it gathers shards there; give each rank a device of its own and a group of "
                 f"{family.process_group_backend}, or use strategy='zero1' or 'ddp'"
             )
+
+    def check_divisible(self, each: nn.Module | Optimizer) -> None:
         if isinstance(each, Optimizer):
             check_elementwise(each, self.options, takes_whole=False)
-        else:
+        elif not isinstance(each, BareParameter):  # which stays whole
             check_shardable(each, self.options.units)
 
     def engine_of(self, module: nn.Module) -> Engine:

@@ -149,3 +149,8 @@ class HeldGradients(Held):
             if grad is not None and (grad is not before[0] or version != before[1]):
                 return True
         return False
+
+    def is_dropped(self, parameter: torch.Tensor) -> bool:
+        """Whether a trained parameter that is looked at has lost the gradient that passes have left."""
+        left, _ = (self.known or {}).get(id(parameter), (None, -1))
+        return left is not None and parameter.grad is None

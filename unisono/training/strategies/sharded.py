@@ -116,6 +116,11 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
             f"{type(trained).__name__} has sparse=True; make it with sparse=False, or use strategy='ddp' or 'zero1'"
         )
     names = {parameter: name for name, parameter in trained.named_parameters()}
+    if scalar := next((name for each, name in names.items() if not each.ndim), None):
+        raise ValueError(
+            f"strategy='fsdp' divides each parameter by ranks, and {scalar!r} of the {type(trained).__name__} is a "
+            "scalar; give it the shape [1], or use strategy='ddp' or 'zero1'"
+        )
     for unit in [*units_of(trained, units), trained]:  # inner ones first, whose parameters are their own
         own = {each: names.pop(each) for each in unit.parameters() if each in names}
         first = {each.dtype: name for each, name in reversed(own.items()) if each.requires_grad}

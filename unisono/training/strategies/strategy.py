@@ -77,6 +77,10 @@ class Strategy:
                 "training would begin again without it; make a new optimizer, and load into it, after prepare(), what "
                 "accelerator.state_dict(optimizer) returned before free_memory()"
             )
+        self.check_divisible(each)
+
+    def check_divisible(self, each: nn.Module | Optimizer) -> None:
+        """Check that it can be divided among several ranks, as this strategy does; else TypeError, ValueError."""
 
     def wrap_model(self, module: nn.Module) -> Engine:
         """Create the engine of the module; all ranks get rank zero's parameters. A collective."""
@@ -123,10 +127,11 @@ def strategy_class(options: Choice) -> type[Strategy]:
 
 def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Choice) -> Strategy:
     """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
-    found = (kind if world.takes_engines or not kind.is_of_torch else Strategy)(world, steps, options)
+    chosen = kind(world, steps, options)
+    found = chosen if world.takes_engines or not kind.is_of_torch else Strategy(world, steps, options)
     if steps.virtual is None:
         return found
-    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found, steps.virtual)
+    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found, chosen, steps.virtual)
     return over_virtual
 
 

@@ -22,16 +22,18 @@ from unisono.deliveries import Batch, Loop
 from unisono.strategies import FSDP
 from unisono.torch_private import VERSION
 from unisono.training.gradients import buckets
-from unisono.training.machine import Step, Visit
+from unisono.training.machine import Visit
 from unisono.training.parameter_names import parameters_of
 from unisono.training.rules import TAKEN
 from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.sharded import is_distributed
 from unisono.training.strategies.strategy import Strategy
 from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
+from unisono.training.strategies.virtual_requests import Requests
 from unisono.training.strategies.witnesses import Witnesses
-from unisono.virtual_ranks import WITNESS, Draw, Node, Tree, VirtualRanks, fold_over_ranks, sums_of
+from unisono.virtual_ranks import WITNESS, Draw, Node, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
 
 
@@ -43,11 +45,9 @@ class VirtualEngine(Engine):
         self._virtual = virtual  # as the ranks have carried them in the last step
         # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
         self._first_writes: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
-        # Of each optimizer: the step that it was asked for, the turns of the batches for which, and their gradients.
-        self._asked: WeakKeyDictionary[Optimizer, Step] = WeakKeyDictionary()
-        self._sums: WeakKeyDictionary[Optimizer, tuple[set[int], Tree[Tensors]]] = WeakKeyDictionary()
-        self._reduced: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # those that have yet to step
+        self._requests = Requests()
         self._unzeroed = set[int]()  # the ids of parameters whose gradients of an earlier step `zero_grad` has to drop
+        self._zeros = set[int]()  # the ids of parameters that the step has found with gradients of zero
         self._buffers = VirtualBuffers(self.name, self.members)
         self._witnesses = Witnesses(module, world)
 
@@ -82,9 +82,8 @@ class VirtualEngine(Engine):
         round_, first = self._first_writes.setdefault(batch.loop, (draw.round, version))
         if round_ != draw.round:
             self._first_writes[batch.loop] = draw.round, version
-        optimizers = [each for each in self.trainers.optimizers() if self._asked.get(each) is step]
-        asked = any(draw.turn in self._sums[each][0] for each in optimizers)
-        if (round_ == draw.round and first != version) or (is_recorded and asked and step.last is batch):
+        is_asked = self._requests.has_turn(self.trainers.optimizers(), step, draw.turn)
+        if (round_ == draw.round and first != version) or (is_recorded and is_asked and step.last is batch):
             raise RuntimeError(
                 f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
                 "same round; with virtual_ranks those of other virtual ranks come before it: compute all losses of a "
@@ -95,6 +94,11 @@ class VirtualEngine(Engine):
     def count_writes(self) -> int:
         """How often the parameters were written to."""
         return sum(map(attrgetter(VERSION), self.members.parameters()))
+
+    def parameters_by(self, optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
+        """The ids of an optimizer's parameters, and where passes leave their gradients."""
+        own = set(map(id, parameters_of(optimizer)))
+        return [(id(each), each) for each in self.members.parameters() if id(each) in own]
 
     def trained_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """The parameters of an optimizer that are trained, or hold gradients, where passes leave these."""
@@ -124,8 +128,7 @@ class VirtualEngine(Engine):
         self._share_buffers()
 
     def skip_step(self, optimizer: Optimizer) -> None:
-        for table in (self._asked, self._sums):
-            table.pop(optimizer, None)
+        self._requests.drop(optimizer)
         self._share_buffers()
 
     def _share_buffers(self) -> None:
@@ -164,15 +167,22 @@ class VirtualEngine(Engine):
                 "has its passes before optimizer.step() is called for it, once, and none is left out; leave a loop "
                 "where accelerator.sync_gradients is true"
             )
-        if self._reduced:
+        if self._requests.reduced:
             raise RuntimeError(
                 f"a backward pass through the {self.name} came after its gradients were reduced, as for clipping, and "
                 "before optimizer.step(): with virtual_ranks they cannot be added any more; clip after the last pass"
             )
+        self.note_dropped({id(each) for each in self.with_gradients() if self.gradients.is_dropped(each)})
         if self.gradients.step is not None and not self.gradients.is_current:
             self._drop_earlier()
+        elif self.gradients.step is None:
+            self._drop_zeros()
         self.gradients.note_others()  # to find what is changed by hand
         super().begin_pass(False, visit)
+
+    def note_dropped(self, dropped: set[int]) -> None:
+        """The loop has set the gradients of parameters with these ids to None since the pass before."""
+        self._unzeroed -= dropped
 
     def _drop_earlier(self) -> None:
         """Drop the gradients of the step before, to which a pass of one virtual rank would add. They must be zeroed
@@ -183,18 +193,28 @@ class VirtualEngine(Engine):
                 each.grad = None
         self.gradients.note_zeros()
 
+    def _drop_zeros(self) -> None:
+        """Drop what `zero_grad(set_to_none=False)` has left, which the first batch of a rank would take alone: these
+        zeros are those of each batch of the step, also where its passes do not reach the parameter."""
+        for each in self.with_gradients():
+            own = each.grad.to_local() if is_distributed(each.grad) else each.grad
+            if own is not None and own.layout is torch.strided and not own.any():
+                self._zeros.add(id(each))
+                each.grad = None
+
     def refuse_earlier(self) -> NoReturn:
         if self._unzeroed:
             raise RuntimeError(
                 f"a backward pass through the {self.name} found gradients that its optimizer had stepped on, and they "
-                "were not zeroed before its next step(); call its zero_grad(), which with virtual_ranks setting .grad "
-                "to None between two losses of a batch does not replace"
+                "were not zeroed before its next step(); call its zero_grad()"
             )
         super().refuse_earlier()
 
     def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
         self._unzeroed -= self._unzeroed if optimizer is None else set(map(id, parameters_of(optimizer)))
-        if optimizer is not None and self._reduced.pop(optimizer, False):  # the step is left out, as for a norm of NaN
+        if optimizer is not None and not self.is_due(optimizer):  # the step is left out, as for a norm of NaN
+            self._requests.reduced.discard(optimizer)
+            self._zeros.difference_update(map(id, parameters_of(optimizer)))
             self._share_buffers()
             self._steps.take_step(optimizer)
         return super().note_zeros(optimizer)
@@ -205,7 +225,7 @@ class VirtualEngine(Engine):
         return any(not each.is_open and not each.is_exhausted for each in loops)
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        return optimizer not in self._reduced
+        return optimizer not in self._requests.reduced
 
     def set_aside(self, optimizer: Optimizer) -> None:
         """Move the gradients of a virtual rank to what that optimizer is to step on, when all have had their turns."""
@@ -216,32 +236,18 @@ class VirtualEngine(Engine):
         for each in self.trained_by(optimizer):
             if (gradient := self.take_gradient(each)) is not None:
                 taken[each] = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+        for name, each in self.parameters_by(optimizer) if self._zeros else ():
+            if name in self._zeros:
+                taken.setdefault(each, torch.zeros_like(each, requires_grad=False))
         step = self._steps.step
         draw = step.visits[-1].batch.draw if step.visits and step.visits[-1].batch is not None else None
         if draw is None:
             return  # there was no pass
-        if self._asked.get(optimizer) is not step:
-            if optimizer in self._sums:
-                self._refuse_asked(optimizer)
-            self._asked[optimizer], self._sums[optimizer] = step, (set(), Tree(self._virtual.count, _add))
-        turns, tree = self._sums[optimizer]
-        if draw.turn in turns:
-            last = step.visits[-1].batch
-            if last is not None and last.loop.last is not last:
-                raise RuntimeError(
-                    f"the {type(optimizer).__name__} was asked to step on a batch that had no backward pass; with "
-                    "virtual_ranks each batch has one before step(): of a loss that is 0, or weight=0, if it is not "
-                    "to count"
-                )
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} was asked to step twice for one batch of a virtual rank; call its "
-                "step() once for each batch"
-            )
-        turns.add(draw.turn)
+        request = self._requests.add(optimizer, step, draw, self._virtual)
         if draw.is_compared:
             self._witnesses.note(optimizer, draw, self.trained_by(optimizer), taken)
         if draw.counts:
-            tree.put(draw.rank, taken)
+            request.tree.put(draw.rank, taken)
         self.gradients.look_again()
 
     @torch.no_grad()
@@ -250,7 +256,7 @@ class VirtualEngine(Engine):
             return
         self.set_aside(optimizer)
         last = self._steps.step.last
-        if optimizer not in self._sums or last is None or last.draw is None:
+        if last is None or last.draw is None or not self._requests.has(optimizer):
             return  # no pass has left anything, which the optimizer says
         if torch.get_num_threads() != 1:
             raise RuntimeError(
@@ -262,32 +268,30 @@ class VirtualEngine(Engine):
                 self._check_drawn(visit.batch)
                 visit.batch.loop.seeding = last.draw.seed_step
         seed_beside(self._world.backend, self._world.device, last.draw.seed_step())
-        world, (turns, tree) = self._world, self._sums.pop(optimizer)
-        del self._asked[optimizer]
         self._virtual = last.draw.carried
-        if len(turns - {WITNESS}) < self._virtual.turns:
-            self._refuse_asked(optimizer, len(turns - {WITNESS}))
+        world, request = self._world, self._requests.take(optimizer, self._virtual)
+        found = request.tree.sums
         parameters = self.trained_by(optimizer)
         listed = set(map(id, parameters))  # not those that were frozen with gradients of zero, with which torch steps
-        frozen = {id(each): each for values in tree.sums.values() for each in values if id(each) not in listed}
+        frozen = {id(each): each for values in found.values() for each in values if id(each) not in listed}
         parameters += frozen.values()
         if not self.gathers:  # shards differ
             self.agreement.check(self._trained)
         world.comm.announce(f"the gradients of {self.agreement.place()}")
-        if WITNESS in turns:
+        if WITNESS in request.turns:
             self._witnesses.compare(optimizer, self._steps.step.number)
         # A vector more, in the first bucket: by it, ranks know which parameters have a gradient on any of them.
         notes = (parameters or self.members.parameters())[0].detach().new_zeros(len(parameters))
         sums = {
             node: {notes: notes.new_tensor([float(each in values) for each in parameters]), **values}
-            for node, values in tree.sums.items()
+            for node, values in found.items()
         }
         means, buffers = Tensors(), list[torch.Tensor]()
         if self._buffers.have_begun and self._buffers.means is None:
             for node, values in self._buffers.sums(self._virtual).items():
                 sums[node].update(values)
                 buffers, self._buffers.means = list(values), means
-        present, averaged, (known, *_) = set[int](), set(map(id, buffers)), tree.sums.values()
+        present, averaged, (known, *_) = set[int](), set(map(id, buffers)), found.values()
         factor = 1 / (self._steps.given_total() or self._virtual.count)
         for each, total in self._fold([notes, *parameters, *buffers], sums):
             if each is notes:
@@ -296,15 +300,8 @@ class VirtualEngine(Engine):
                 self.give_gradient(each, total, factor, known.get(each))
             elif id(each) in averaged:
                 means[each] = total / self._virtual.count
-        self._reduced[optimizer] = True
+        self._requests.reduced.add(optimizer)
         self.gradients.note_reduction(self._steps.factor())
-
-    def _refuse_asked(self, optimizer: Optimizer, count: int = 0) -> NoReturn:
-        raise RuntimeError(
-            f"the {type(optimizer).__name__} was asked to step for {count or len(self._sums[optimizer][0])} of the "
-            f"{self._virtual.turns} batches that this rank has of a round; call its step() for each: it does nothing "
-            "until the last one"
-        )
 
     def _check_drawn(self, batch: Batch) -> None:
         """Refuse a step after its loop has gone on to the next round, whose random numbers the step would change."""
@@ -317,15 +314,15 @@ class VirtualEngine(Engine):
 
     def note_step(self, optimizer: Optimizer) -> None:
         super().note_step(optimizer)
-        self._reduced.pop(optimizer, None)
+        self._zeros.difference_update(map(id, parameters_of(optimizer)))
+        self._requests.reduced.discard(optimizer)
 
     def restart(self) -> None:
         super().restart()
         self._first_writes.clear()
-        self._asked.clear()
-        self._sums.clear()
+        self._requests.forget()
+        self._zeros.clear()
         self._world.state.deliveries.settle()
-        self._reduced.clear()
         self._buffers.forget()
         self._witnesses.forget()
 
@@ -398,15 +395,6 @@ def check_between(steps: Steps, name: str) -> None:
         )
 
 
-def _add(one: Tensors, other: Tensors) -> Tensors:
-    """The sums; what one of them lacks is a zero, as it is in a bucket of several ranks."""
-    for each, value in other.items():
-        one[each] = one[each].add_(value) if each in one else value.add_(0)
-    for each in one.keys() - other.keys():
-        one[each].add_(0)
-    return one
-
-
 def _flatten(bucket: list[torch.Tensor], values: Tensors, room: int) -> torch.Tensor:
     """The values of a bucket, one after another, and so many zeros."""
     found = map(values.get, bucket)
@@ -417,17 +405,23 @@ def _flatten(bucket: list[torch.Tensor], values: Tensors, room: int) -> torch.Te
 
 
 class VirtualStrategy(Strategy):
-    """Reduces over virtual ranks; optimizers are those of another strategy."""
+    """Reduces over virtual ranks; optimizers are those of another strategy.
+
+    Args:
+        other: that strategy; on one rank, the plain one.
+        chosen: the one that was chosen: what it refuses on several ranks is refused on one.
+    """
 
     name = "virtual"
 
-    def __init__(self, other: Strategy, virtual: VirtualRanks) -> None:
+    def __init__(self, other: Strategy, chosen: Strategy, virtual: VirtualRanks) -> None:
         super().__init__(other.world, other.steps, other.options)
-        self._other, self._virtual = other, virtual
+        self._other, self._chosen, self._virtual = other, chosen, virtual
         self.wrap_optimizer, self.step_of = other.wrap_optimizer, other.step_of  # type: ignore[method-assign]
 
     def check(self, each: nn.Module | Optimizer) -> None:
         self._other.check(each)
+        self._chosen.check_divisible(each)
         if isinstance(each, torch.optim.SparseAdam):
             raise ValueError("virtual_ranks add gradients as dense ones, which SparseAdam refuses; use Adam or SGD")
         if (

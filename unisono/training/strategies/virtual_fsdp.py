@@ -37,6 +37,10 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
         super().begin_pass(reduces, visit)
         queue_callback(weak_method(self._show))  # behind the one that ends the pass
 
+    def note_dropped(self, dropped: set[int]) -> None:
+        super().note_dropped(dropped)
+        drop_whole_gradients([each for each in self._whole if id(each.sharded) in dropped])
+
     def _show(self) -> None:
         """Have `.grad` of the sharded parameters be shards of what the passes of a virtual rank have left: so what the
         loop does to it is noticed."""
@@ -68,6 +72,10 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
 
     def with_gradients(self) -> list[torch.Tensor]:
         return [each for each in self._parts if each.requires_grad or each.grad is not None]
+
+    def parameters_by(self, optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
+        own = set(map(id, parameters_of(optimizer)))
+        return [(id(each.sharded), each) for each in self._whole if id(each.sharded) in own]
 
     def trained_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         own = set(map(id, parameters_of(optimizer)))

@@ -93,7 +93,7 @@ def _describe(where: str, found: list[_Difference], devices: list[str]) -> str:
         f"virtual rank {rank} on rank {carrier} ({devices[carrier]}) than on its witness, rank {witness} "
         f"({devices[witness]})"
         + f"; the same is true of {others}" * bool(others)
-        + f": rank {min(in_all)} is one of the two each time" * (len(in_all) == 1 < len(found))
+        + (f": rank {min(in_all)} is one of the two each time" if len(in_all) == 1 < len(found) else "")
         + ". Nothing has stepped on it. Either a device computes wrong: continue from the last checkpoint without "
         + (f"rank {min(in_all)}'s" if len(in_all) == 1 else "one of them")
         + ", and see whether it happens again. Or they are of different models, or the loop computes with what "

@@ -35,11 +35,10 @@ class ZeRO1Strategy(DDPStrategy):
     name = "zero1"
     is_needed = True
 
-    def check(self, each: nn.Module | Optimizer) -> None:
-        super().check(each)
+    def check_divisible(self, each: nn.Module | Optimizer) -> None:
         if isinstance(each, Optimizer):
             check_elementwise(each, self.options, takes_whole=True)
-            check_divisible(each)
+            _check_remade(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         sharded = shard_optimizer(optimizer)
@@ -156,7 +155,7 @@ def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
-def check_divisible(optimizer: Optimizer) -> None:
+def _check_remade(optimizer: Optimizer) -> None:
     """Check that `shard_optimizer` can handle it, before anything is changed."""
     name = type(optimizer).__name__
     parameters = parameters_of(optimizer)
