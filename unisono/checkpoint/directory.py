@@ -161,9 +161,9 @@ class Place:
         return cls(root / f"checkpoint_{number}", root, keep)
 
 
-def next_place(root: Folder, keep: int | None) -> Place:
-    """The place of the next numbered checkpoint."""
-    return Place.numbered(root, max((number for number, _ in numbered_in(root)), default=-1) + 1, keep)
+def next_place(root: Folder, keep: int | None, left: int = 0) -> Place:
+    """The place of the next numbered checkpoint; of a later one, if some are left to others that save now."""
+    return Place.numbered(root, max((number for number, _ in numbered_in(root)), default=-1) + 1 + left, keep)
 
 
 def choose_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:

@@ -31,6 +31,7 @@ from unisono.errors import DamagedCheckpointError, NoCheckpointError
 
 MEMORY = "memory"
 """Where a state comes from that was not on disk."""
+_TOGETHER_S = 60.0  # more than clocks of machines differ, and less than two runs
 
 
 def packed(parts: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any]) -> Content:
@@ -90,9 +91,14 @@ def contents_of(taken: Sequence[tuple[Snapshot, Content]]) -> Contents:
     )
 
 
-def rescue(path: str) -> None:
+def rescue(path: str, left: int = 0) -> None:
     """Save the newest snapshot of a run that has failed as a checkpoint, where the script's `load_state` looks for one,
-    unless that has a newer one; say so on stderr, or why not. `path` is that of this machine's memory."""
+    unless that has a newer one, or another machine has saved that step; say so on stderr, or why not.
+
+    Args:
+        path: that of this machine's memory.
+        left: the numbers of checkpoints that are left to other machines, which may be saving, too.
+    """
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     for taken in read_snapshots(file):
         home, contents = taken[0][1].rest["home"], contents_of(taken)
@@ -101,11 +107,12 @@ def rescue(path: str) -> None:
         root, limit = folder_at(home[0]), home[1]
         try:
             _, newest = find(root, read_manifest)
-            if newest.created > contents.manifest.created:
+            step, created = contents.manifest.step, contents.manifest.created
+            if newest.created > created or (newest.step == step and created - newest.created < _TOGETHER_S):
                 return
         except (NoCheckpointError, DamagedCheckpointError):
             pass
-        place = next_place(root, limit)
+        place = next_place(root, limit, left)
         save_contents(place, contents)
         print(f"saved step {contents.manifest.step} from memory, as {place.folder}", file=sys.stderr)
         return

@@ -74,12 +74,13 @@ def read_steps(path: str, count: int) -> list[StepsDone]:
     return [StepsDone(numbers[start : start + NUMBERS]) for start in range(0, len(numbers), NUMBERS)]
 
 
-def save_snapshot(path: str, is_ours: Callable[[], bool] = lambda: True) -> None:
-    """Save the newest snapshot in that memory as a checkpoint, if the script would load it, and if it is for this
-    machine to do so. In a process of its own: this one knows nothing of checkpoints."""
-    if not _has_snapshots(path) or not is_ours():
+def save_snapshot(path: str, choose: Callable[[], int | None] = lambda: 0) -> None:
+    """Save the newest snapshot in that memory as a checkpoint, if the script would load it. In a process of its own:
+    this one knows nothing of checkpoints. `choose` returns how many numbers of checkpoints are left to other machines;
+    None if one of them saves it."""
+    if not _has_snapshots(path) or (left := choose()) is None:
         return
-    code = f"from unisono.checkpoint.snapshot_contents import rescue; rescue({path!r})"
+    code = f"from unisono.checkpoint.snapshot_contents import rescue; rescue({path!r}, {left})"
     ended = subprocess.run(interpreter_command(code), capture_output=True, text=True, check=False)
     if ended.returncode == 0:
         sys.stderr.write(ended.stderr)

@@ -11,13 +11,13 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import snapshot_kills
-from agents import agent, free_port, kill_all
+from agents import agent, free_port, kill_all, pull_cable
 from faults import Ear, Line, Script
 from snapshot_kills import Plan, Run, undisturbed
 
@@ -36,8 +36,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from faults import Line, stand_still
 from snapshot_kills import BATCH, EPOCHS, VIRTUAL, Rows
 from unisono import Accelerator
+from unisono.strategies import FSDP
 
-shared, strategy, is_virtual, stands = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "virtual", eval(sys.argv[4])
+shared, is_virtual, stands = Path(sys.argv[1]), sys.argv[3] == "virtual", eval(sys.argv[4])
+strategy = FSDP(replicas=2) if sys.argv[2] == "replicas" else sys.argv[2]
 line, host = Line(shared / "line"), os.environ["HOST"]
 accelerator = Accelerator(
     seed=3, strategy=strategy, virtual_ranks=VIRTUAL if is_virtual else None, project_dir=shared
@@ -97,33 +99,22 @@ class Machines:
         *options: str,
         kind: str,
         source: str = TRAINING,
+        networks: Sequence[str] = (),
     ) -> None:
         self.ear, self._directory, self._number = ear, directory, 0
         (directory / "train.py").write_text(source)
-        self._command = [
-            "run",
-            "--backend",
-            "cpu",
-            "--rdzv-insecure",
-            "--max-restarts",
-            "3",
-            "--snapshot-every",
-            "1",
-            *options,
-        ]
-        self._command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        self._command = ["run", "--backend", "cpu", "--rdzv-insecure", "--snapshot-every", "1", "--max-restarts", "3"]
+        self._networks = dict(zip("ab", networks or ("", ""), strict=True))
+        self._addresses = {"a": "10.77.0.1", "b": "10.77.0.2"} if networks else {"a": "127.0.0.2", "b": "127.0.0.1"}
+        self._command += ["--rdzv-endpoint", f"{'10.77.0.1' if networks else '127.0.0.1'}:{free_port()}", *options]
         self._script = [str(directory / "train.py"), str(directory), strategy, kind, repr(stands)]
 
     def start(self, host: str) -> Script:
         """Start the agent of machine "a", which serves the endpoint, or "b"."""
         self._number += 1
-        place = [
-            "--local-addr",
-            "127.0.0.2" if host == "a" else "127.0.0.1",
-            "--node-rank",
-            "0" if host == "a" else "1",
-        ]
-        return agent(self._directory / f"{host}{self._number}", *self._command, *place, *self._script, HOST=host)
+        place = ["--local-addr", self._addresses[host], "--node-rank", str("ab".index(host)), *self._script]
+        directory, network = self._directory / f"{host}{self._number}", self._networks[host]
+        return agent(directory, *self._command, *place, network=network, HOST=host)
 
     def begun(self, ranks: int) -> set[int]:
         """The steps that are behind them, as that many ranks of one group begin."""
@@ -265,6 +256,22 @@ def test_of_a_divided_state_whose_machine_is_lost_the_disk_has_the_newest(
     assert re.search(told, errors), errors
 
 
+def test_of_a_state_that_each_machine_has_divided_among_its_ranks_one_machine_suffices(
+    tmp_path: Path, ear: Ear
+) -> None:
+    stands = {0: ("b", 3), 1: ("a", 5)}
+    machines = Machines(tmp_path, ear, "replicas", stands, "-n", "2", "--nnodes", "2", kind="plain")
+    with running(machines, "a", "b") as (_, second):
+        assert machines.begun(4) == {0}
+        machines.standing()
+        kill_all(second)
+        with running(machines, "b"):
+            assert machines.begun(4) == {3}
+            os.kill(machines.standing(), signal.SIGKILL)
+            assert machines.begun(4) == {5}
+            machines.ended(4)
+
+
 @pytest.mark.parametrize("loses", ["worker", "agent"])
 def test_one_machine_saves_the_last_snapshot_of_a_run_that_ends_with_an_error(
     tmp_path: Path, ear: Ear, loses: str, expected: str
@@ -280,9 +287,30 @@ def test_one_machine_saves_the_last_snapshot_of_a_run_that_ends_with_an_error(
         ends = [each.end() for each in (first, second)]
         assert [code for code, _, _ in ends] == ([137, 137] if loses == "worker" else [-signal.SIGKILL, 1]), ends
         assert first.survivors() == [] == second.survivors()
-    assert [each.name for each in (tmp_path / "checkpoints").glob("checkpoint_*")] == ["checkpoint_0"]
+    assert len([*(tmp_path / "checkpoints").glob("checkpoint_*")]) == 1
     assert sum(errors.count("saved step 3 from memory, as ") for _, _, errors in ends) == 1
     machines = Machines(tmp_path, ear, "ddp", {}, "-n", "1", "--nnodes", "2", kind="virtual")
+    with running(machines, "a", "b"):
+        assert machines.begun(2) == {3}
+        assert machines.ended(2) == expected
+
+
+def test_a_machine_that_is_cut_off_saves_what_it_has(
+    tmp_path: Path, ear: Ear, networks: tuple[str, str], expected: str
+) -> None:
+    options = ["-n", "1", "--nnodes", "2", "--max-restarts", "0", "--lost-after", "4"]
+    machines = Machines(tmp_path, ear, "ddp", {0: ("b", 3)}, *options, kind="virtual", networks=networks)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(machines.start(host)) for host in ("a", "b"))
+        assert machines.begun(2) == {0}
+        machines.standing()
+        pull_cable(networks[1])
+        ends = [each.end() for each in (first, second)]
+        assert [code for code, _, _ in ends] == [1, 1], ends
+        assert first.survivors() == [] == second.survivors()
+    assert any("saved step 3 from memory, as " in errors for _, _, errors in ends), ends
+    pull_cable(networks[1], "up")
+    machines = Machines(tmp_path, ear, "ddp", {}, "-n", "1", "--nnodes", "2", kind="virtual", networks=networks)
     with running(machines, "a", "b"):
         assert machines.begun(2) == {3}
         assert machines.ended(2) == expected

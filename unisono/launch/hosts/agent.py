@@ -163,7 +163,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         with agent.others.attended(is_host):
             verdict = _run(agent, options, left_out)
             if verdict.error is not None:  # before the others are told that this agent leaves: they ask the store, too
-                save_snapshot(job.held_memory, partial(agent.is_first_to_save, store))
+                save_snapshot(job.held_memory, partial(agent.place_to_save, store))
         # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
         if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
             with contextlib.suppress(RendezvousError):
@@ -264,17 +264,17 @@ class Agent(SimpleElasticAgent):
         way = "start it again when the link is back, and the whole run if the others have ended"
         logger.warning("%s; this agent and its workers end: %s", reason, way)
         self._shutdown()
-        save_snapshot(self._job.held_memory)
+        save_snapshot(self._job.held_memory, lambda: self.others.round.own.machine + 1)
         os._exit(1)
 
-    def is_first_to_save(self, store: Any) -> bool:
-        """Whether no other machine has begun to save the last snapshot of the last group; if none answers, this one
-        does."""
+    def place_to_save(self, store: Any) -> int | None:
+        """Where this machine saves the last snapshot of the last group, as for `save_snapshot`: only the first that
+        asks does, and each one if none answers."""
         own, key = f"{platform.node()} {os.getpid()}", f"unisono/saves/{self._options.run_id}/{self._num_groups}"
         try:
-            return bool(store.compare_set(key, "", own) == own.encode())
+            return 0 if store.compare_set(key, "", own) == own.encode() else None
         except (RuntimeError, UnisonoError):  # the endpoint's machine is gone
-            return True
+            return self.others.round.own.machine + 1
 
     # The methods that torch's agent requires.
 
