@@ -9,7 +9,7 @@ Rank zero's is saved, except for loaders and random generators, of which each ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from unisono.loaders.sources import is_stateful
 from unisono.training.prepared.metrics import is_metric
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.step_checks import engines_of
-from unisono.training.strategies.sharded import cut_of, is_distributed, is_first, is_sharded
+from unisono.training.strategies.sharded import cut_of, is_distributed, is_first, is_sharded, is_within
 from unisono.training.strategies.states import (
     by_parameter,
     load_model_state,
@@ -149,14 +149,24 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
     return states
 
 
+def is_spread(objects: Objects, ranks: Container[int]) -> bool:
+    """Whether some of the state of models and optimizers, as far as this rank has it, is not among these ranks."""
+    modules = [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
+    cut = [each for module in modules for each in module.parameters() if is_distributed(each)]
+    return any(map(is_divided, objects.values())) or not all(is_within(each, ranks) for each in cut)
+
+
 def divided_states(
-    objects: Objects, keep: Callable[[Any, Mapping[Any, Any]], Mapping[Any, Any]]
+    objects: Objects,
+    keep: Callable[[Any, Mapping[Any, Any]], Mapping[Any, Any]],
+    ranks: Container[int] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """This rank's part of the states of models and optimizers, not copied: of each its "names", or its "groups";
     "values" that are whole; and "cuts" of sharded tensors: the shape of the whole, where the cut begins, and the cut.
 
     Args:
         keep: which of the whole values of a model or an optimizer are in this rank's part, if others have them, too.
+        ranks: those whose parts together are the whole; None: all.
     """
     parts: dict[str, dict[str, Any]] = {}
     for name, each in objects.items():
@@ -171,7 +181,7 @@ def divided_states(
             continue
         whole = {key: value for key, value in found.items() if not is_distributed(value)}
         part["values"] = whole if is_divided(each) else keep(each, whole)
-        cuts = {key: value for key, value in found.items() if key not in whole and is_first(value)}
+        cuts = {key: value for key, value in found.items() if key not in whole and is_first(value, ranks)}
         part["cuts"] = {key: cut_of(value) for key, value in cuts.items()}
         parts[name] = part
     return parts

@@ -32,6 +32,7 @@ from unisono.checkpoint.objects import (
     Objects,
     are_divided,
     divided_states,
+    is_spread,
     kept_states,
     kind_of,
     kinds_of,
@@ -84,6 +85,7 @@ class Snapshots:
         self._thread = threading.get_ident()
         self._number = 0
         self._generators: dict[str, Any] | None = None
+        self._ranks: range | None = None
         self._has_loaded = self._attempt == 0
         self._restart(0)
         finalize(self, os.close, self._file)
@@ -191,9 +193,10 @@ class Snapshots:
         # Where each batch seeds them, a draw is next, and does.
         if self._generators is None or not world.state.seeds_batches:
             self._generators = generator_states(world)
-        is_divided = are_divided(objects)
-        place = (world.rank, world.world_size) if is_divided else (world.local_rank, world.local_world_size)
-        parts = divided_states(objects, partial(_own_share, *place))
+        if self._ranks is None:
+            self._ranks = self._ranks_with_all(objects)
+        place = self._ranks.index(world.rank), len(self._ranks)
+        parts = divided_states(objects, partial(_own_share, *place), self._ranks)
         # On every rank: it may be a collective.
         others = {name: each.state_dict() for name, each in objects.items() if kind_of(name, each) == "state"}
         if self._number == 0:
@@ -208,6 +211,17 @@ class Snapshots:
         if self._number == 1 and world.local_rank == 0:
             free_others(self._file, self._attempt)  # all ranks have the first of this attempt
         self._number, self._step = self._number + 1, step
+
+    def _ranks_with_all(self, objects: Objects) -> range:
+        """The ranks whose parts are the whole state: those of this machine, if each machine has all of it."""
+        world, first = self._world, self._world.rank - self._world.local_rank
+        here = range(first, first + world.local_world_size)
+        is_one = len(here) == world.world_size or not are_divided(objects)
+        return (
+            here
+            if is_one or not any(world.comm.all_gather_object(is_spread(objects, here)))
+            else range(world.world_size)
+        )
 
     def _check_first(self, content: Content) -> None:
         """Check that it is not taken of a run that has begun anew, and that memory is left for all of them."""

@@ -12,7 +12,7 @@ its holders.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import ref
@@ -271,10 +271,24 @@ def cut_of(tensor: DTensor) -> list[Any]:
     return [list(tensor.shape), list(chunk.offsets), tensor.to_local()]
 
 
-def is_first(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that have the same shard."""
+def is_first(tensor: DTensor, ranks: Container[int] | None = None) -> bool:
+    """Whether this rank is the first of those that have the same shard; if given, of these ranks."""
+    return tensor.device_mesh.get_rank() == next(
+        each for each in _peers(tensor, True) if ranks is None or each in ranks
+    )
+
+
+def is_within(tensor: DTensor, ranks: Container[int]) -> bool:
+    """Whether the ranks with which this one has the whole tensor are all among these."""
+    return all(each in ranks for each in _peers(tensor, False))
+
+
+def _peers(tensor: DTensor, is_same: bool) -> list[int]:
+    """The ranks that have the same shard as this one, or those that have the other shards beside it."""
     places = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
-    return not any(place for place, placement in places if placement.is_replicate())
+    index = tuple(slice(None) if placement.is_replicate() == is_same else place for place, placement in places)
+    found: list[int] = tensor.device_mesh.mesh[index].flatten().tolist()
+    return found
 
 
 def gather_aside(size: int) -> Callable[[Any], list[Any]]:
