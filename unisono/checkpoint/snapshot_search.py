@@ -39,7 +39,7 @@ def gather_snapshot(
     held = {part.snapshot: part for parts in here for part in parts if up_to is None or part.snapshot.step <= up_to}
     places, whole = _newest([[*held]] if is_one else world.comm.all_gather_object([*held]))
     if not whole:
-        if places and world.rank == 0:
+        if places and world.rank == 0 and up_to is None:
             taken_instead = "the newest checkpoint on disk is taken, if there is one"
             logger.warning("%s; %s", describe_missing([*places]), taken_instead)
         return None

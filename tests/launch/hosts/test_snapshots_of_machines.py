@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import snapshot_kills
@@ -62,6 +63,10 @@ for epoch in range(loader.epoch, EPOCHS):
         if stands.get(group) == (host, count) and world.local_rank == 0:
             line.say("stands", count, os.getpid())
             stand_still()
+        if stands.get("rewinds") == count:
+            del stands["rewinds"]
+            count = accelerator.rewind(1, skip=False).step
+            continue
         optimizer.zero_grad()
         accelerator.backward(F.mse_loss(model(rows), targets))
         optimizer.step()
@@ -87,7 +92,8 @@ class Machines:
     """Two machines of one run.
 
     Args:
-        stands: by the number of groups before, the machine whose first rank stands still, and after how many steps.
+        stands: by the number of groups before, the machine whose first rank stands still, and after how many steps; by
+            "rewinds", after how many steps they go back by one.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Machines:
         directory: Path,
         ear: Ear,
         strategy: str,
-        stands: dict[int, tuple[str, int]],
+        stands: dict[Any, Any],
         *options: str,
         kind: str,
         source: str = TRAINING,
@@ -270,6 +276,14 @@ def test_of_a_state_that_each_machine_has_divided_among_its_ranks_one_machine_su
             os.kill(machines.standing(), signal.SIGKILL)
             assert machines.begun(4) == {5}
             machines.ended(4)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_of_several_machines_go_back_together(tmp_path: Path, ear: Ear, strategy: str, expected: str) -> None:
+    machines = Machines(tmp_path, ear, strategy, {"rewinds": 3}, "-n", "1", "--nnodes", "2", kind="virtual")
+    with running(machines, "a", "b"):
+        assert machines.begun(2) == {0}
+        assert machines.ended(2) == expected
 
 
 @pytest.mark.parametrize("loses", ["worker", "agent"])
