@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     """What happens in one attempt.
 
     Attributes:
-        victim: "worker", its "loader" worker, the "zygote", or a worker that is "stopped".
+        victim: "worker", its "loader" worker, the "zygote", its "launcher", or a worker that is "stopped".
         rank: whose.
         where, call: at which of its calls of functions in files whose paths have that part.
     """
@@ -134,8 +134,9 @@ def _strike(victim: str) -> None:
     if victim == "loader":
         for each in psutil.Process().children():
             each.kill()
-    elif victim == "zygote":
-        os.kill(os.getppid(), signal.SIGKILL)
+    elif victim in ("zygote", "launcher"):
+        zygote = psutil.Process().parent()
+        os.kill(zygote.pid if victim == "zygote" else zygote.ppid(), signal.SIGKILL)
         threading.Event().wait()  # this process ends with it
     else:
         os.kill(os.getpid(), signal.SIGSTOP if victim == "stopped" else signal.SIGKILL)

@@ -330,8 +330,8 @@ def test_a_machine_that_is_cut_off_saves_what_it_has(
         assert machines.ended(2) == expected
 
 
-def drawn(seed: int) -> Run:
-    """A run whose ranks are killed at random calls, one in each attempt but the last."""
+def drawn(seed: int, strategies: Sequence[str], victims: Sequence[str], ranks: int) -> Run:
+    """A run of whose first ranks one is killed, at a random call, in each attempt but the last."""
     draw = random.Random(seed)
     places = [
         ("snapshot_memory", 200),
@@ -341,21 +341,39 @@ def drawn(seed: int) -> Run:
     ]
     plans = []
     for _ in range(3):
-        victim, (where, reach) = draw.choice(["worker", "worker", "zygote"]), draw.choice(places)
-        plans.append(Plan(victim, draw.randrange(2), where, draw.randrange(1, reach)))
-    return Run(draw.choice(["ddp", "ddp", "zero1", "fsdp"]), 2, 0, tuple(plans))
+        victim, (where, reach) = draw.choice(victims), draw.choice(places)
+        plans.append(Plan(victim, draw.randrange(ranks), where, draw.randrange(1, reach)))
+    return Run(draw.choice(strategies), 2, 0, tuple(plans))
+
+
+def check_repeated(directory: Path) -> None:
+    """At most one step was repeated for each kill."""
+    done = directory / "done"
+    struck = done.read_text().splitlines() if done.exists() else []
+    steps = snapshot_kills.EPOCHS * -(-snapshot_kills.ROWS // (snapshot_kills.BATCH * snapshot_kills.VIRTUAL))
+    for rank in range(2):
+        taken = len((directory / f"steps-{rank}").read_text().splitlines())
+        assert steps <= taken <= steps + len(struck), struck
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_kill_at_any_call_costs_at_most_one_step(tmp_path: Path, ear: Ear, seed: int, expected: str) -> None:
-    source = KILLED.format(run=drawn(seed))
+def test_a_worker_killed_at_any_call_costs_at_most_one_step(tmp_path: Path, ear: Ear, seed: int, expected: str) -> None:
+    source = KILLED.format(run=drawn(seed, ["ddp", "zero1", "fsdp"], ["worker", "worker", "zygote"], 2))
     machines = Machines(tmp_path, ear, "", {}, "-n", "1", "--nnodes", "2", kind="", source=source)
     with running(machines, "a", "b"):
         assert machines.ended(2) == expected
-    done = tmp_path / "done"
-    struck = done.read_text().splitlines() if done.exists() else []
-    print(drawn(seed).strategy, struck)
-    steps = snapshot_kills.EPOCHS * -(-snapshot_kills.ROWS // (snapshot_kills.BATCH * snapshot_kills.VIRTUAL))
-    for rank in range(2):
-        taken = len((tmp_path / f"steps-{rank}").read_text().splitlines())
-        assert steps <= taken <= steps + len(struck), struck
+    check_repeated(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_agent_killed_at_any_call_costs_at_most_one_step(tmp_path: Path, ear: Ear, seed: int, expected: str) -> None:
+    source = KILLED.format(run=drawn(seed, ["ddp"], ["launcher", "launcher", "worker"], 1))
+    machines = Machines(tmp_path, ear, "", {}, "-n", "1", "--nnodes", "2", kind="", source=source)
+    with running(machines, "a"):
+        code = -signal.SIGKILL
+        while code == -signal.SIGKILL:
+            with machines.start("b") as script:
+                code, _, errors = script.end()
+        assert code == 0, errors
+        assert machines.ended(2) == expected
+    check_repeated(tmp_path)
