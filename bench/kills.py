@@ -1,6 +1,6 @@
-"""What a kill costs: from the SIGKILL of a rank to the end of the next step, and the time of a run in which a rank is
-killed every 60 steps. With snapshots, against torch's elastic agent (torchrun), whose script loads what `torch.save` has
-saved every 30 steps.
+"""What a kill costs: from the SIGKILL of a rank to the end of the next step, and the time of a run in which a rank
+is killed every 60 steps. With snapshots, against torch's elastic agent (torchrun), whose script loads what `torch.save`
+has saved every 30 steps.
 
     python bench/kills.py
 """
