@@ -49,6 +49,7 @@ from unisono.errors import CheckpointError
 from unisono.launch.held_memory import create_memory
 from unisono.launch.messages import say_once
 from unisono.launch.watching.memory import memory_left
+from unisono.timeline import SAVE
 from unisono.training.steps import Steps
 from unisono.training.strategies.states import plain_name
 from unisono.world import World
@@ -172,18 +173,18 @@ class Snapshots:
                 f"snapshot_every={self._every}: a loop draws batches before the steps on those that it has drawn, "
                 "which a snapshot would leave out; draw each batch after optimizer.step(), or leave out snapshot_every"
             )
-        if is_behind_epoch:  # no step has kept the ranks together since the last snapshot, which all are to have
-            self._world.comm.barrier()
-        self.take()
+        with self._world.timeline.loop().named(SAVE), self._world.state.deliveries.evaluations.aside():
+            if is_behind_epoch:  # no step has kept the ranks together since the last snapshot, which all are to have
+                self._world.comm.barrier()
+            self.take()
 
     def _look_at_other(self, loop: Loop, step: int) -> None:
         """Say, once, that a loop trains whose place in the script is unknown."""
         is_behind = self._loop is not None and not self._loop.is_open and step - self._step >= 2 * self._every
         if is_behind and loop.last is not None and loop.last.is_used and self._world.rank == 0:
             say_once(
-                f"no snapshot is taken in the loop over another loader than the one of the first step: {step} steps "
-                f"are taken, and the last snapshot is of step {self._step}; save_state() there, where load_state() can "
-                "continue"
+                "no snapshot is taken in a loop over another loader than that of the first step: where it would go on "
+                "is not known; a kill there costs the steps since then, or since a save_state() of yours"
             )
 
     def take(self) -> None:
@@ -202,7 +203,7 @@ class Snapshots:
         rest = {"kinds": kinds_of(objects), "own": own, "kept": kept_states(objects), "home": home}
         content = packed(parts, {**rest, "others": {} if world.local_rank else others})
         if self._number == 0:
-            self._check_first(content)
+            self._check_first(content, objects)
         self._writer.write(self._number, step, world.rank, world.world_size, content)
         if self._number == 1 and world.local_rank == 0:
             free_others(self._file, world.restart_count)  # all ranks have the first of this attempt
@@ -223,9 +224,15 @@ class Snapshots:
             at += alike.get(key, 0)
         return kept
 
-    def _check_first(self, content: Content) -> None:
-        """Check that it is not taken of a run that has begun anew, and that memory is left for all of them."""
+    def _check_first(self, content: Content, objects: Objects) -> None:
+        """Check that it is not taken of a run that has begun anew, that it has the place of the loop, and that memory
+        is left for all of them."""
         world = self._world
+        if self._leader is not None and not any(each is self._leader() for each in objects.values()):
+            raise ValueError(
+                f"snapshot_every={self._every}: the loop is over a loader that was not prepared, whose place a "
+                "snapshot would not have; prepare it by this Accelerator"
+            )
         if not self._has_loaded and self._left_before() is not None:
             raise RuntimeError(
                 "this run was restarted, and has begun anew, although a snapshot is there; call "
@@ -239,10 +246,9 @@ class Snapshots:
                 "save_state(is_async=True) now and then"
             )
         if world.rank == 0:
-            print(
-                f"snapshots: every {self._every} steps, in {needed / 2**20:,.1f} MiB of each machine's memory",
-                file=sys.stderr,
-            )
+            when = "after each step" if self._every == 1 else f"every {self._every} steps"
+            size = f"{needed / 2**20:,.1f} MiB"
+            print(f"snapshots: {when}, in {size} of each machine's memory", file=sys.stderr)
 
 
 def _open_memory(world: World) -> int:
