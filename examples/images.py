@@ -2,7 +2,8 @@
 
     python examples/images.py --devices 2
 
-Interrupt it and start it again: it continues after the last complete epoch. The losses are those of one device.
+Interrupt it and start it again: it continues after the last complete epoch. If a worker dies, all are started again,
+and continue from the last step, which is in memory. The losses are those of one device.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ def build_model() -> nn.Module:
 
 def train(index: int, epochs: int, directory: str) -> tuple[list[float], float]:
     """Return the mean loss of each epoch, and the accuracy on the test images."""
-    accelerator = Accelerator(seed=0, split_batches=True, project_dir=directory, total_limit=2, schedule_unit="step")
+    accelerator = Accelerator(
+        seed=0,
+        split_batches=True,
+        project_dir=directory,
+        total_limit=2,
+        schedule_unit="step",
+        snapshot_every=1,
+    )
     train_set, test_set = load()
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -73,5 +81,11 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--directory", default="runs/images")
     given = parser.parse_args()
-    (_, accuracy), *_ = spawn(train, args=(given.epochs, given.directory), nprocs=given.devices, backend=given.backend)
+    (_, accuracy), *_ = spawn(
+        train,
+        args=(given.epochs, given.directory),
+        nprocs=given.devices,
+        backend=given.backend,
+        max_restarts=3,
+    )
     print(f"test accuracy {accuracy:.2%}")

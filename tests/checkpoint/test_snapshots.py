@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, current_world, should_stop, spawn
+from unisono import Accelerator, DeviceLoader, current_world, should_stop, spawn
 from unisono.checkpoint import snapshots
 from unisono.checkpoint.snapshot_memory import Content, SlotWriter, free_others, read_snapshots
 from unisono.errors import CheckpointError, StoppedError, WorkerDiedError
@@ -370,8 +370,15 @@ def test_a_loop_over_another_loader_says_that_it_has_no_snapshots(caplog: pytest
         loop.train(*batch)
     for batch in loop.other:
         loop.train(*batch)
-    assert "no snapshot is taken in the loop over another loader" in caplog.text
-    assert "the last snapshot is of step 11" in caplog.text
+    assert caplog.text.count("no snapshot is taken in a loop over another loader than that of the first step") == 1
+
+
+def test_a_loop_over_a_loader_that_was_not_prepared_is_an_error() -> None:
+    loop = Loop("unused", -1)
+    with pytest.raises(ValueError, match="over a loader that was not prepared"):
+        for batch in DeviceLoader(DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), 2)):
+            loop.train(*batch)
+    assert loop.count.value == 1
 
 
 # What a restarted run continues from.

@@ -90,3 +90,17 @@ def test_a_run_that_is_ended_goes_on_to_the_end_on_other_devices(tmp_path: Path,
     assert code == 0, errors
     assert re.search(r"test accuracy \d\d\.\d\d%", output)
     assert int((checkpoints / "latest").read_text().rpartition("_")[2]) > saved
+
+
+@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
+def test_a_broken_row_is_left_out_by_going_back(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def body() -> tuple[int, float]:
+        from rewind import train
+
+        return train(0)
+
+    for went_back, loss in mode.run(body):
+        assert went_back == 4  # once in each epoch
+        assert loss < 1.5

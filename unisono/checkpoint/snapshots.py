@@ -48,6 +48,7 @@ from unisono.errors import CheckpointError
 from unisono.launch.held_memory import create_memory
 from unisono.launch.messages import say_once
 from unisono.launch.watching.memory import memory_left
+from unisono.timeline import SAVE
 from unisono.training.steps import Steps
 from unisono.training.strategies.states import plain_name
 from unisono.world import World
@@ -173,18 +174,18 @@ class Snapshots:
                 f"snapshot_every={self._every}: a loop draws batches before the steps on those that it has drawn, "
                 "which a snapshot would leave out; draw each batch after optimizer.step(), or leave out snapshot_every"
             )
-        if is_behind_epoch:  # no step has kept the ranks together since the last snapshot, which all are to have
-            self._world.comm.barrier()
-        self.take()
+        with self._world.timeline.loop().named(SAVE), self._world.state.deliveries.evaluations.aside():
+            if is_behind_epoch:  # no step has kept the ranks together since the last snapshot, which all are to have
+                self._world.comm.barrier()
+            self.take()
 
     def _look_at_other(self, loop: Loop, step: int) -> None:
         """Say, once, that a loop trains whose place in the script is unknown."""
         is_behind = self._loop is not None and not self._loop.is_open and step - self._step >= 2 * self._every
         if is_behind and loop.last is not None and loop.last.is_used and self._world.rank == 0:
             say_once(
-                f"no snapshot is taken in the loop over another loader than the one of the first step: {step} steps "
-                f"are taken, and the last snapshot is of step {self._step}; save_state() there, where load_state() can "
-                "continue"
+                "no snapshot is taken in a loop over another loader than that of the first step: where it would go on "
+                "is not known; a kill there costs the steps since then, or since a save_state() of yours"
             )
 
     def take(self) -> None:
@@ -206,7 +207,7 @@ class Snapshots:
         rest = {"kinds": kinds_of(objects), "own": own, "kept": kept_states(objects), "home": home}
         content = packed(parts, {**rest, "others": {} if place[0] else others})
         if self._number == 0:
-            self._check_first(content)
+            self._check_first(content, objects)
         self._writer.write(self._number, step, world.rank, world.world_size, content, needed=place[1])
         if self._number == 1 and world.local_rank == 0:
             free_others(self._file, self._attempt)  # all ranks have the first of this attempt
@@ -216,16 +217,19 @@ class Snapshots:
         """The ranks whose parts are the whole state: those of this machine, if each machine has all of it."""
         world, first = self._world, self._world.rank - self._world.local_rank
         here = range(first, first + world.local_world_size)
-        is_one = len(here) == world.world_size or not are_divided(objects)
-        return (
-            here
-            if is_one or not any(world.comm.all_gather_object(is_spread(objects, here)))
-            else range(world.world_size)
-        )
+        if len(here) == world.world_size or not are_divided(objects):
+            return here
+        return range(world.world_size) if any(world.comm.all_gather_object(is_spread(objects, here))) else here
 
-    def _check_first(self, content: Content) -> None:
-        """Check that it is not taken of a run that has begun anew, and that memory is left for all of them."""
+    def _check_first(self, content: Content, objects: Objects) -> None:
+        """Check that it is not taken of a run that has begun anew, that it has the place of the loop, and that memory
+        is left for all of them."""
         world = self._world
+        if self._leader is not None and not any(each is self._leader() for each in objects.values()):
+            raise ValueError(
+                f"snapshot_every={self._every}: the loop is over a loader that was not prepared, whose place a "
+                "snapshot would not have; prepare it by this Accelerator"
+            )
         before = find_parts(self._file, range(self._attempt))
         if not self._has_loaded and any(
             len(parts) >= min(parts[0].snapshot.needed, world.local_world_size) for parts in before
@@ -242,10 +246,9 @@ class Snapshots:
                 "save_state(is_async=True) now and then"
             )
         if world.rank == 0:
-            print(
-                f"snapshots: every {self._every} steps, in {needed / 2**20:,.1f} MiB of each machine's memory",
-                file=sys.stderr,
-            )
+            when = "after each step" if self._every == 1 else f"every {self._every} steps"
+            size = f"{needed / 2**20:,.1f} MiB"
+            print(f"snapshots: {when}, in {size} of each machine's memory", file=sys.stderr)
 
 
 def _own_share(rank: int, ranks: int, each: Any, whole: Mapping[Any, Any]) -> Mapping[Any, Any]:

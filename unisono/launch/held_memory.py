@@ -24,6 +24,7 @@ SIZE = 1 << 62
 MOST_RANKS = 256
 """Of a machine."""
 
+_SAVING_S = 600
 _STEPS = 8 * NUMBERS * MOST_RANKS
 _STEPS += -_STEPS % mmap.ALLOCATIONGRANULARITY
 
@@ -81,11 +82,17 @@ def save_snapshot(path: str, choose: Callable[[], int | None] = lambda: 0) -> No
     if not _has_snapshots(path) or (left := choose()) is None:
         return
     code = f"from unisono.checkpoint.snapshot_contents import rescue; rescue({path!r}, {left})"
-    ended = subprocess.run(interpreter_command(code), capture_output=True, text=True, check=False)
-    if ended.returncode == 0:
-        sys.stderr.write(ended.stderr)
+    try:
+        ended = subprocess.run(
+            interpreter_command(code), capture_output=True, text=True, check=False, timeout=_SAVING_S
+        )
+        failure = ended.stderr.strip().rpartition("\n")[2] if ended.returncode else ""
+    except subprocess.TimeoutExpired:
+        failure = f"it took longer than {_SAVING_S} s"
+    if failure:
+        logger.warning("the last snapshot could not be saved: %s", failure)
     else:
-        logger.warning("the last snapshot could not be saved: %s", ended.stderr.strip().rpartition("\n")[2])
+        sys.stderr.write(ended.stderr)
 
 
 def _has_snapshots(path: str) -> bool:

@@ -115,8 +115,8 @@ class DeviceIterator:
             self._loop, self._received = loop, received = LoopTiming(track), received
             self._deliveries.note_draw(received, self)
         else:
-            track.switch(FETCH)
             self._deliveries.note_draw(received, self)
+            track.switch(FETCH)
             if self._balance is not None:
                 self._deal_anew(self._balance, received, track)
                 lane = self._lane
