@@ -155,7 +155,7 @@ def carry_out(run: Run) -> Ended:
     before = footprint()
     with tempfile.TemporaryDirectory() as directory:
         body = partial(train, run=run, directory=directory)
-        hang = {"hang_timeout_s": 3.0} if any(each.victim == "stopped" for each in run.plans) else {}
+        hang = {"hang_timeout_s": 6.0} if any(each.victim == "stopped" for each in run.plans) else {}
         digests = {*spawn(body, nprocs=run.ranks, backend="cpu", cores=1, max_restarts=len(run.plans), **hang)}
         assert len(digests) == 1, digests
         done = Path(directory, "done")
