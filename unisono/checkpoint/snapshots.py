@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from unisono.checkpoint.contents import Contents
-from unisono.checkpoint.generators import generator_states
+from unisono.checkpoint.generators import generator_states, keep_device_generator
 from unisono.checkpoint.objects import (
     Objects,
     divided_states,
@@ -205,6 +205,7 @@ class Snapshots:
         if self._number == 0:
             self._check_first(content, objects)
         self._writer.write(self._number, step, world.rank, world.world_size, content)
+        keep_device_generator(self._generators, world)
         if self._number == 1 and world.local_rank == 0:
             free_others(self._file, world.restart_count)  # all ranks have the first of this attempt
         self._number, self._step = self._number + 1, step
