@@ -49,7 +49,7 @@ def step_time(network: str, every: int | None) -> float:
     return max(map(float, spawn(train, nprocs=RANKS, backend="cpu", cores=1)))
 
 
-def size_times(megabytes: int) -> tuple[float, float]:
+def size_times(rank: int, megabytes: int) -> tuple[float, float]:
     """The seconds of a snapshot of that state on one rank, and of a copy of as many bytes; medians."""
     accelerator = Accelerator(seed=0, snapshot_every=1)
     model = nn.Linear(1000, megabytes * 250, bias=False)
@@ -73,7 +73,7 @@ def main() -> None:
         show(f"a step of the {name}", interleave(runs, given.blocks))
     print("\na snapshot / a copy of as many bytes, one rank")
     for megabytes in SIZES:
-        ours_s, copy_s = size_times(megabytes)
+        [(ours_s, copy_s)] = spawn(size_times, (megabytes,), nprocs=1, backend="cpu", cores=1)
         print(f"{megabytes:5} MB   {ours_s / copy_s:.2f}   {ours_s * 1e3:.2f} / {copy_s * 1e3:.2f} ms")
 
 

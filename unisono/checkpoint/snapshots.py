@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from unisono.checkpoint.contents import Contents
-from unisono.checkpoint.generators import generator_states
+from unisono.checkpoint.generators import generator_states, keep_device_generator
 from unisono.checkpoint.objects import (
     Objects,
     are_divided,
@@ -209,6 +209,7 @@ class Snapshots:
         if self._number == 0:
             self._check_first(content, objects)
         self._writer.write(self._number, step, world.rank, world.world_size, content, needed=place[1])
+        keep_device_generator(self._generators, world)
         if self._number == 1 and world.local_rank == 0:
             free_others(self._file, self._attempt)  # all ranks have the first of this attempt
         self._number, self._step = self._number + 1, step
