@@ -231,6 +231,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         "zero1" has divided: make new ones, and save `state_dict(optimizer)` before.
         """
         self._prepared.release()
+        self._states.drop_snapshots()
         self.world.state.deliveries.settle()
 
     @property

@@ -172,7 +172,12 @@ class Draw(NamedTuple):
 
     def seed_behind(self) -> int:
         """Seed them, alike on all ranks, for what comes after the loop."""
-        return _seed_all(seed_of("behind", self.seed, self.epoch))
+        return seed_behind(self.seed, self.epoch)
+
+
+def seed_behind(seed: int, epoch: int) -> int:
+    """Seed the generators, alike on all ranks, for what comes behind a loop over that epoch."""
+    return _seed_all(seed_of("behind", seed, epoch))
 
 
 def _seed_all(seed: int) -> int:

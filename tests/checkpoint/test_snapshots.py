@@ -384,15 +384,14 @@ def test_a_loop_over_a_loader_that_was_not_prepared_is_an_error() -> None:
 # What a restarted run continues from.
 
 
-def saved_then_killed(directory: str, is_behind: bool) -> tuple[int, str]:
-    """The step from which a run continues that is killed in its fifth step, with a checkpoint before or behind it."""
-    loop = Loop(directory, -1, snapshot_every=1 if is_behind else 2)
-    loaded = loop.count.value
+def continued_from(directory: str, every: int, saves_at: int) -> int:
+    """The step from which a run continues that is killed in its fifth step."""
+    loop = Loop(directory, -1, snapshot_every=every)
     if current_world().restart_count:
-        return loaded, sorted(each.name for each in Path(directory, "checkpoints").glob("checkpoint_*"))[-1]
+        return loop.count.value
     for batch in loop.loader:
         loop.train(*batch)
-        if loop.count.value == 3 + 2 * is_behind - 1:
+        if loop.count.value == saves_at:
             loop.accelerator.save_state()
         if loop.count.value == 5:
             current_world().comm.barrier()
@@ -400,28 +399,144 @@ def saved_then_killed(directory: str, is_behind: bool) -> tuple[int, str]:
     raise AssertionError
 
 
-def test_the_newest_of_checkpoints_and_snapshots_is_loaded(tmp_path: Path) -> None:
-    # Saved after step 4, which is the newest snapshot, taken behind it; then after step 2, and there is one of step 4.
-    for is_behind, step in ((True, 4), (False, 4)):
-        found = carried_out(lambda is_behind=is_behind: saved_then_killed(str(tmp_path / str(is_behind)), is_behind))
-        assert found == [(step, "checkpoint_0")] * 2
-
-
-def test_a_checkpoint_that_was_saved_after_the_last_snapshot_is_loaded(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("every", "saves_at", "step"),
+    [
+        (1, 2, 4),
+        (1, 5, 4),  # the checkpoint is one step newer, but was saved in an iteration, perhaps not behind its last line
+        (2, 5, 4),
+        (9, 3, 3),  # there is no snapshot yet
+    ],
+)
+def test_a_snapshot_is_loaded_unless_a_checkpoint_is_more_steps_newer(
+    every: int, saves_at: int, step: int, tmp_path: Path
 ) -> None:
-    def body() -> int:
-        loop = Loop(str(tmp_path), -1, snapshot_every=2)
-        if current_world().restart_count == 0:
+    assert carried_out(lambda: continued_from(str(tmp_path), every, saves_at)) == [step, step]
+
+
+def test_another_checkpoint_than_what_the_run_continues_from_is_loaded_from_disk(tmp_path: Path) -> None:
+    def body() -> list[int]:
+        """The steps of the state at the end, and of the best one, which is loaded then."""
+        loop = Loop(str(tmp_path), -1)
+        for _ in range(loop.loader.epoch, 1):
             for batch in loop.loader:
                 loop.train(*batch)
                 if loop.count.value == 3:
-                    loop.accelerator.save_state()
-                    os.kill(os.getpid(), signal.SIGKILL)
-        return loop.count.value
+                    loop.accelerator.save_state(tmp_path / "best")
+        steps = loop.count.value
+        current_world().comm.barrier()
+        if current_world().restart_count == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loop.accelerator.load_state(tmp_path / "best")
+        return [steps, loop.count.value]
 
-    assert carried_out(body) == [3, 3]
-    assert "checkpoint_0: epoch 0, step 3" in capfd.readouterr().err
+    assert carried_out(body) == [[6, 3], [6, 3]]
+
+
+def test_weights_that_are_loaded_first_are_those_of_their_file_and_the_rest_continues(tmp_path: Path) -> None:
+    def body() -> list[int]:
+        first = Accelerator(project_dir=tmp_path)
+        model = first.prepare(nn.Linear(4, 1))
+        if not (tmp_path / "given").exists():
+            with torch.no_grad():
+                model.weight.fill_(7)
+            first.save_state(tmp_path / "given")
+        accelerator = Accelerator(project_dir=tmp_path, snapshot_every=1)
+        model = accelerator.prepare(nn.Linear(4, 1))
+        accelerator.load_state(tmp_path / "given")
+        assert (model.weight == 7).all()
+        rows = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+        optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.01), DataLoader(rows, 2))
+        loaded = accelerator.load_state(must_exist=False)
+        for number, (inputs, targets) in enumerate(loader):
+            if number == 3 and current_world().restart_count == 0:
+                current_world().comm.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            accelerator.backward(F.mse_loss(model(inputs), targets))
+            optimizer.step()
+        return [0 if loaded is None else loaded.step, number]
+
+    assert carried_out(body) == [[3, 2], [3, 2]]
+
+
+def test_what_was_registered_stays_when_the_memory_is_given_back_or_written_again(tmp_path: Path) -> None:
+    class Average:
+        """Keeps the tensor that it is given, and changes it in place."""
+
+        def __init__(self) -> None:
+            self.value = torch.zeros(30_000)
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            self.value = state["value"]
+
+    def body() -> float:
+        loop, average = Loop(str(tmp_path), -1), Average()
+        loop.accelerator.register_for_checkpointing(average)
+        loop.accelerator.load_state(must_exist=False)
+        for _ in range(loop.loader.epoch, 1):
+            for batch in loop.loader:
+                loop.train(*batch)
+                average.value += loop.count.value
+                if loop.count.value == 4 and current_world().restart_count == 0:
+                    current_world().comm.barrier()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return float(average.value.mean())
+
+    assert carried_out(body) == [21.0, 21.0]  # 1 + 2 + ... + 6
+
+
+def test_a_second_accelerator_that_keeps_snapshots_is_refused() -> None:
+    def body() -> None:
+        for _ in range(2):
+            Accelerator(snapshot_every=1).free_memory()
+
+    told = PROCESSES_2.told(body, ValueError)
+    assert all("a restarted script could not tell whose they are" in each for each in told)
+
+
+def test_a_training_loader_that_is_looked_at_elsewhere_is_an_error() -> None:
+    loop = Loop("unused", -1)
+    with pytest.raises(RuntimeError, match="prepare a second loader"):
+        for batch in loop.loader:
+            loop.train(*batch)
+            with torch.no_grad():
+                next(iter(loop.loader))
+    loop.accelerator.free_memory()
+    del loop
+    again = Loop("unused", -1)
+    with pytest.raises(RuntimeError, match="prepare a second loader"):
+        for _ in range(2):
+            for batch in again.loader:
+                again.train(*batch)
+            with torch.no_grad():
+                for _ in again.loader:
+                    pass
+
+
+def behind(directory: str, dies: bool) -> Any:
+    """Random numbers that are drawn behind the loop of each epoch, on virtual ranks."""
+    loop, found = Loop(directory, -1, virtual_ranks=4), Count()
+    loop.accelerator.register_for_checkpointing(found)
+    loop.accelerator.load_state(must_exist=False)
+    for _ in range(loop.loader.epoch, EPOCHS):
+        for batch in loop.loader:
+            loop.accelerator.backward(loop.loss(*batch))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        if dies and current_world().restart_count == 0:
+            current_world().comm.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        found.value += int(1_000_000 * torch.rand(1).item())
+    return loop.accelerator.digest(), found.value
+
+
+def test_random_numbers_behind_a_loop_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    whole = carried_out(lambda: behind(str(tmp_path / "whole"), False))
+    assert carried_out(lambda: behind(str(tmp_path / "killed"), True)) == whole
 
 
 def test_a_restarted_run_that_begins_anew_is_an_error_and_not_silent(tmp_path: Path) -> None:
@@ -546,6 +661,34 @@ def test_a_kill_after_going_back_does_not_bring_the_dropped_steps_back(tmp_path:
         raise AssertionError
 
     assert carried_out(body) == [3, 3]
+
+
+def test_going_back_over_the_border_of_an_epoch_is_refused_before_anything_is_changed() -> None:
+    loop = Loop("unused", -1, snapshots=3)
+    for epoch in range(2):
+        for batch in loop.loader:
+            if epoch:
+                before = loop.accelerator.digest()
+                with pytest.raises(CheckpointError, match="goes back within an epoch"):
+                    loop.accelerator.rewind()
+                assert loop.accelerator.digest() == before
+                return
+            loop.train(*batch)
+        with pytest.raises(RuntimeError, match="in the body of that loop"):
+            loop.accelerator.rewind()
+
+
+def test_two_loops_are_not_brought_back_together_which_is_said_before() -> None:
+    loop = Loop("unused", -1)
+    for number, (batch, other) in enumerate(zip(loop.loader, loop.other, strict=True)):
+        loop.train(*batch)
+        loop.train(*other)
+        if number == 2:
+            before = loop.accelerator.digest()
+            with pytest.raises(RuntimeError, match="several are open"):
+                loop.accelerator.rewind(2, skip=False)
+            assert loop.accelerator.digest() == before
+            return
 
 
 def test_going_back_further_than_snapshots_are_kept_is_an_error() -> None:

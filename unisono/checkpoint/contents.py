@@ -61,15 +61,16 @@ def read_contents(folder: Folder) -> Contents:
     return Contents(found.location, manifest, kinds, states, ranks, held, kept)
 
 
-def read_newest(folder: Folder, in_memory: Contents | None) -> Contents:
-    """The contents in memory, if they are newer than the checkpoint that `read_contents` would read; otherwise those of
-    that. Raises as `read_contents`."""
+def read_newest(folder: Folder, in_memory: Contents | None, within: int) -> Contents:
+    """The contents in memory, unless the checkpoint that `read_contents` would read is newer, and was not saved within
+    so many steps: in an iteration, of which other lines may not have run. Raises as `read_contents`."""
     if in_memory is not None:
         try:
             _, manifest = find(folder, read_manifest)
         except (NoCheckpointError, DamagedCheckpointError):
             return in_memory
-        if manifest.created <= in_memory.manifest.created:
+        is_newer = manifest.created <= in_memory.manifest.created
+        if is_newer or 0 <= manifest.step - in_memory.manifest.step <= within:
             return in_memory
     return read_contents(folder)
 

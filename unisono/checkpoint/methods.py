@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.arguments import check_integer
 from unisono.checkpoint.checkpointer import check_count
-from unisono.checkpoint.contents import Contents, read_newest, write_state
+from unisono.checkpoint.contents import read_newest, write_state
 from unisono.checkpoint.directory import CHECKPOINTS, Place, next_place
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import OF_EACH_RANK, kind_of, meet, user_module
 from unisono.checkpoint.saver import Loaded, Restored, Saver, agree_on
-from unisono.checkpoint.snapshots import Described, Snapshots
+from unisono.checkpoint.snapshots import Described, Home, Snapshots
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
 from unisono.timeline import SAVE
@@ -68,11 +68,15 @@ class PreparedStates:
         self.save_hooks, self.load_hooks = Hooks(), Hooks()
         self._saver = Saver(steps.world)
         self._snapshots: Snapshots | None = None
-        self._home: tuple[str, int | None] | None = None  # where this script looks for a checkpoint to continue from
+        self._home: Home | None = None  # where this script looks for a checkpoint to continue from
 
     def keep_snapshots(self, every: int, kept: int) -> None:
         """From now on, take a snapshot every so many steps, and keep the last ones."""
         self._snapshots = Snapshots(self._steps, every, kept, self._num_steps, self._describe)
+
+    def drop_snapshots(self) -> None:
+        """Take none any more."""
+        self._snapshots = None
 
     def _num_steps(self) -> int:
         """The number of steps that the optimizers have taken."""
@@ -120,17 +124,18 @@ class PreparedStates:
         if (replay := replay_of(self._steps.world)) is not None:
             folder = folder_at(replay.place_to_load(str(folder)))
         choose = self._run_load_hooks if self.load_hooks else None
-        if directory is None:
-            place = self._root.location
-            self._home = os.path.abspath(place) if isinstance(place, Path) else place, self._limit
-
-        in_memory = None if self._snapshots is None else self._snapshots.newest()
-        restored = self._saver.load(partial(read_newest, folder, in_memory), self._named_objects(), must_exist, choose)
+        in_memory, within = None, 0
+        if self._snapshots is not None and self._snapshots.has_not_begun:
+            place = os.path.abspath(folder.location) if isinstance(folder.location, Path) else folder.location
+            self._home = Home(place, self._limit, directory is None)
+            in_memory, within = self._snapshots.newest(place), self._snapshots.every
+        find = partial(read_newest, folder, in_memory, within)
+        restored = self._saver.load(find, self._named_objects(), must_exist, choose)
+        facts = [] if restored is None else self._continue_from(restored)
         if self._snapshots is not None:
-            self._snapshots.note_load(0 if restored is None else restored.loaded.step)
+            self._snapshots.note_load(self._num_steps())
         if restored is None:
             return None
-        facts = self._continue_from(restored)
         if self._steps.world.rank == 0:
             self._compare_bits(facts[0].get("bits", {}))
         now = {**facts[0], "bits": self._bits()}
@@ -167,12 +172,8 @@ class PreparedStates:
         objects = self._named_objects()
         if skips:
             objects = {name: each for name, each in objects.items() if kind_of(name, each) not in OF_EACH_RANK}
-        found = self._snapshots.before(self._num_steps() - steps)
-
-        def find() -> Contents:
-            assert found is not None  # on rank zero
-            return found
-
+        self._snapshots.check_rewind(skips)
+        find = self._snapshots.before(self._num_steps() - steps)
         restored = self._saver.load(find, objects, generates_alike=not skips)
         assert restored is not None
         self._continue_from(restored)

@@ -102,9 +102,9 @@ def rescue(path: str, left: int = 0) -> None:
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     for taken in read_snapshots(file):
         home, contents = taken[0][1].rest["home"], contents_of(taken)
-        if home is None:
+        if home is None or not home.is_numbered or home.place.startswith("memory:"):  # which ends with this process
             return
-        root, limit = folder_at(home[0]), home[1]
+        root, limit = folder_at(home.place), home.limit
         try:
             _, newest = find(root, read_manifest)
             step, created = contents.manifest.step, contents.manifest.created

@@ -128,9 +128,8 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, number: int) -> torch.Tensor:
-        return self._tensors[
-            number
-        ].clone()  # a generator takes no state that is a view, and pickled, a view is the whole region
+        # What keeps it may write to it; a generator takes no view; and pickled, a view is the whole region.
+        return self._tensors[number].clone()
 
 
 class SlotWriter:
@@ -221,11 +220,12 @@ def describe_missing(parts: Sequence[Snapshot]) -> str:
 
 
 def read_part(file: int, part: Part) -> Content:
-    """What is in a part. Its tensors are views of the memory."""
+    """What is in a part. Its own tensors are views of the memory, but for small ones, as an optimizer keeps them."""
     ends = _unpacked(os.pread(file, _HEADER.size, part.at))[1]
     memory = mmap.mmap(file, ends.rest, offset=part.at)
     words, (of, places) = _tensor_of(memory)[_PAGE:], pickle.loads(memory[ends.tensors : ends.keys])
-    found = [_view(words, *place) for place in places]
+    views = [_view(words, *place) for place in places]
+    found = [each.clone() if each.ndim == 0 else each for each in views]
     count, others = _Unpickler(memory[ends.keys : ends.rest], found).load()
     return Content(of, found[:count], others)
 

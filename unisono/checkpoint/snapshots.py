@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from pickle import PicklingError
 from typing import Any, NamedTuple
 from weakref import WeakMethod, finalize, ref
 
@@ -56,14 +57,30 @@ from unisono.world import World
 logger = logging.getLogger(__name__)
 
 
+class Home(NamedTuple):
+    """Where the script looks for what it continues from: the place, the number of checkpoints to keep there, and
+    whether it is that of the Accelerator, where the launcher may save one if the run fails."""
+
+    place: str
+    limit: int | None
+    is_numbered: bool
+
+
 class Described(NamedTuple):
-    """What a checkpoint would hold now: the objects, the facts of this rank, the optimizer steps taken; and where the
-    launcher saves it if the run fails, with the number of checkpoints to keep there: None, if nothing would load it."""
+    """What a checkpoint would hold now: the objects, the facts of this rank, the optimizer steps taken; and the home of
+    the script, None if it looks for nothing."""
 
     objects: Objects
     facts: Mapping[str, Any]
     step: int
-    home: tuple[str, int | None] | None
+    home: Home | None
+
+
+class _Keeper:
+    """Whether an Accelerator of this rank has kept snapshots."""
+
+    def __init__(self) -> None:
+        self.has_kept = False
 
 
 class Snapshots:
@@ -79,22 +96,25 @@ class Snapshots:
     def __init__(
         self, steps: Steps, every: int, kept: int, count: Callable[[], int], describe: Callable[[], Described]
     ) -> None:
-        self._steps, self._every, self._kept, self._count, self._describe = steps, every, kept, count, describe
+        self._steps, self.every, self._kept, self._count, self._describe = steps, every, kept, count, describe
         self._world = world = steps.world
         self._file, self._attempt = _open_memory(world), world.state.groups_before
         self._writer = SlotWriter(self._file, self._attempt, world.local_rank, kept + 1)
         self._thread = threading.get_ident()
         self._number = 0
-        self._generators: dict[str, Any] | None = None
         self._ranks: range | None = None
         self._has_loaded = self._attempt == 0
         self._restart(0)
         finalize(self, os.close, self._file)
-        if (other := world.state.deliveries.at_draw) is not None and other() is not None:
+        keeper, other = world.state.part(_Keeper), world.state.deliveries.at_draw
+        is_alive = other is not None and other() is not None
+        if is_alive or (keeper.has_kept and world.state.held_memory):
             raise ValueError(
-                f"snapshot_every={every}: another Accelerator of this rank keeps snapshots, each of its own objects "
-                "alone; prepare all of them with one"
+                f"snapshot_every={every}: another Accelerator of this rank keeps snapshots, or has kept some, and a "
+                "restarted script could not tell whose they are; prepare all with one, call spawn() for each of "
+                "several runs, or pass snapshot_every to one of them"
             )
+        keeper.has_kept = True
         world.state.deliveries.at_draw = WeakMethod(self._at_draw)
 
     def _restart(self, step: int) -> None:
@@ -103,6 +123,12 @@ class Snapshots:
         self._leader: ref[Any] | None = None  # the loader whose draws are looked at
         self._loop: Loop | None = None  # the last one over it
         self._iterator: Callable[[], Any] = lambda: None
+        self._epoch = 0  # of the last batch that was drawn from it
+
+    @property
+    def has_not_begun(self) -> bool:
+        """Whether no step was taken in this attempt since a state was loaded."""
+        return not self._number and self._count() == self._step
 
     def note_load(self, step: int) -> None:
         """A state was loaded: the run continues after that step."""
@@ -111,23 +137,43 @@ class Snapshots:
 
     # Loading. Both are collectives if there are several machines, and return the contents on rank zero only.
 
-    def newest(self) -> Contents | None:
-        """What the attempts before this one have left last; None if there is nothing, or this one has begun."""
-        if self._number or self._count() != self._step:
-            return None
+    def newest(self, place: str) -> Contents | None:
+        """What the attempts before this one have left last, for a script that looks there; None if there is nothing."""
         taken = gather_snapshot(self._file, range(self._attempt), self._world)
-        return contents_of(taken) if taken else None
+        homes = [content.rest["home"] for _, content in taken or () if content.rest.get("home") is not None]
+        return None if not taken or any(each.place != place for each in homes) else contents_of(taken)
 
-    def before(self, step: int) -> Contents | None:
-        """The last snapshot of this attempt that is of that step, or of one before it; CheckpointError on all ranks if
-        there is none."""
+    def before(self, step: int) -> Callable[[], Contents]:
+        """What returns, on rank zero, the last snapshot of this attempt that is of that step, or of one before it;
+        CheckpointError if there is none."""
         taken = gather_snapshot(self._file, range(self._attempt, self._attempt + 1), self._world, step)
         if taken is None:
+            more = f"Accelerator(snapshots={self._kept + 1}) keeps more than the last {self._kept}"
             raise CheckpointError(
-                f"there is no snapshot of step {step} or before; Accelerator(snapshots={self._kept + 1}) keeps more "
-                f"than the last {self._kept}, and the first is taken when a loop draws after a step"
+                f"there is no snapshot of step {max(step, 0)}, or before it: the first is taken after the first step, "
+                f"and {more}"
             )
-        return contents_of(taken) if taken else None
+
+        def find() -> Contents:
+            if any(content.rest.get("epoch", self._epoch) != self._epoch for _, content in taken):
+                raise CheckpointError(
+                    "the snapshot that rewind() would go back to is of the epoch before, and the lines behind its "
+                    "loop, as of a scheduler, would be undone and not run again; rewind() goes back within an epoch"
+                )
+            return contents_of(taken)
+
+        return find
+
+    def check_rewind(self, skips: bool) -> None:
+        """Check that the ranks can go back now, before they do."""
+        loops = self._world.state.deliveries.open_loops()
+        if self._loop is None or not self._loop.is_open:
+            raise RuntimeError("rewind() was called outside of the loop that trains; call it in the body of that loop")
+        if not skips and any(each.is_trained and each is not self._loop for each in loops):
+            raise RuntimeError(
+                "rewind(skip=False) draws again what one loop has drawn, and several are open, as with zip(); pass "
+                "skip=True, or give the model one loader"
+            )
 
     def note_rewind(self, step: int, skips: bool) -> None:
         """The ranks have gone back to the snapshot of that step. Those after it are dropped. If the loop does not skip
@@ -135,13 +181,7 @@ class Snapshots:
         self._number = self._writer.drop_after(step) + 1
         self._step = step
         if not skips:
-            iterator, loops = self._iterator(), self._world.state.deliveries.open_loops()
-            if iterator is None or any(each.is_trained and each is not self._loop for each in loops):
-                raise RuntimeError(
-                    "rewind(skip=False) brings back the loop whose batches are trained on, and there are several, or "
-                    "none; let the others end before, or pass skip=True"
-                )
-            iterator.go_back()
+            self._iterator().go_back()
 
     # Taking.
 
@@ -164,24 +204,35 @@ class Snapshots:
             self._look_at_other(loop, step)
             return
         before, self._loop, self._iterator = self._loop, loop, ref(iterator)
+        epoch_before, self._epoch = self._epoch, iterator.epoch
         # It is not known whether the lines behind a loop that was left have run.
         is_behind_epoch = is_first and before is not None and before.is_exhausted
-        is_due = is_behind_epoch or (not is_first and step - self._step >= self._every)
+        is_due = is_behind_epoch or (not is_first and step - self._step >= self.every)
         if not is_due or not self._steps.begins_step():
             return
         if loop.lags:
             raise RuntimeError(
-                f"snapshot_every={self._every}: a loop draws batches before the steps on those that it has drawn, "
+                f"snapshot_every={self.every}: a loop draws batches before the steps on those that it has drawn, "
                 "which a snapshot would leave out; draw each batch after optimizer.step(), or leave out snapshot_every"
             )
         with self._world.timeline.loop().named(SAVE), self._world.state.deliveries.evaluations.aside():
+            self._check_place(iterator, epoch_before + 1 if is_behind_epoch else self._epoch)
             if is_behind_epoch:  # no step has kept the ranks together since the last snapshot, which all are to have
                 self._world.comm.barrier()
             self.take()
 
+    def _check_place(self, iterator: Any, epoch: int) -> None:
+        """Check that the state of the loader is that of this loop, in that epoch."""
+        if iterator.loader.state_dict() != iterator.state_dict() or self._epoch != epoch:
+            raise RuntimeError(
+                f"snapshot_every={self.every}: the loader of the loop that trains was looped over elsewhere, too, "
+                "which counts as an epoch, so that its place is not that of the loop; prepare a second loader, over "
+                "the same dataset, for the other loop"
+            )
+
     def _look_at_other(self, loop: Loop, step: int) -> None:
         """Say, once, that a loop trains whose place in the script is unknown."""
-        is_behind = self._loop is not None and not self._loop.is_open and step - self._step >= 2 * self._every
+        is_behind = step - self._step >= 4 * self.every
         if is_behind and loop.last is not None and loop.last.is_used and self._world.rank == 0:
             say_once(
                 "no snapshot is taken in a loop over another loader than that of the first step: where it would go on "
@@ -191,9 +242,7 @@ class Snapshots:
     def take(self) -> None:
         """Copy the state of this rank, as it is now."""
         world, (objects, facts, step, home) = self._world, self._describe()
-        # Where each batch seeds them, a draw is next, and does.
-        if self._generators is None or not world.state.seeds_batches:
-            self._generators = generator_states(world)
+        generators = generator_states(world)
         if self._ranks is None:
             self._ranks = self._ranks_with_all(objects)
         place = self._ranks.index(world.rank), len(self._ranks)
@@ -203,15 +252,26 @@ class Snapshots:
         if self._number == 0:
             for name, each in {**parts, **others}.items():
                 as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
-        own = {"states": own_states(objects), "generators": self._generators, "extra": facts}
-        rest = {"kinds": kinds_of(objects), "own": own, "kept": kept_states(objects), "home": home}
+        own = {"states": own_states(objects), "generators": generators, "extra": facts}
+        rest = {
+            "kinds": kinds_of(objects),
+            "own": own,
+            "kept": kept_states(objects),
+            "home": home,
+            "epoch": self._epoch,
+        }
         content = packed(parts, {**rest, "others": {} if place[0] else others})
         if self._number == 0:
             self._check_first(content, objects)
-        self._writer.write(self._number, step, world.rank, world.world_size, content, needed=place[1])
-        keep_device_generator(self._generators, world)
         if self._number == 1 and world.local_rank == 0:
             free_others(self._file, self._attempt)  # all ranks have the first of this attempt
+        try:
+            self._writer.write(self._number, step, world.rank, world.world_size, content, needed=place[1])
+        except (AttributeError, TypeError, PicklingError):
+            for name, each in {**parts, **others}.items():  # which one it is
+                as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
+            raise
+        keep_device_generator(generators, world)
         self._number, self._step = self._number + 1, step
 
     def _ranks_with_all(self, objects: Objects) -> range:
@@ -228,7 +288,7 @@ class Snapshots:
         world = self._world
         if self._leader is not None and not any(each is self._leader() for each in objects.values()):
             raise ValueError(
-                f"snapshot_every={self._every}: the loop is over a loader that was not prepared, whose place a "
+                f"snapshot_every={self.every}: the loop is over a loader that was not prepared, whose place a "
                 "snapshot would not have; prepare it by this Accelerator"
             )
         before = find_parts(self._file, range(self._attempt))
@@ -240,14 +300,15 @@ class Snapshots:
                 "accelerator.load_state(must_exist=False) before the first step, which continues from it"
             )
         needed = size_of(content) * (self._kept + 1) * world.local_world_size
-        if needed > (left := memory_left()):
+        used = os.fstat(self._file).st_blocks * 512  # by attempts before this one, which is given back
+        if needed > (left := memory_left() + used):
             raise MemoryError(
-                f"snapshot_every={self._every} needs {needed / 2**20:,.0f} MiB of main memory on this machine, for "
+                f"snapshot_every={self.every} needs {needed / 2**20:,.0f} MiB of main memory on this machine, for "
                 f"{self._kept + 1} copies of the state, and {left / 2**20:,.0f} MiB are left; leave it out, and call "
                 "save_state(is_async=True) now and then"
             )
         if world.rank == 0:
-            when = "after each step" if self._every == 1 else f"every {self._every} steps"
+            when = "after each step" if self.every == 1 else f"every {self.every} steps"
             size = f"{needed / 2**20:,.1f} MiB"
             print(f"snapshots: {when}, in {size} of each machine's memory", file=sys.stderr)
 

@@ -120,6 +120,8 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
                 own(signum, frame)
         elif signum in (signal.SIGTERM, hangup):
             say_asked(signum, supervisor.grace_s)
+            if supervisor.has_snapshots():
+                supervisor.end(Group.stop)  # which saves the last one
             # By the signal itself, so that the parent sees it as the cause of the end.
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)

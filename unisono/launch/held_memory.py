@@ -79,7 +79,7 @@ def save_snapshot(path: str, choose: Callable[[], int | None] = lambda: 0) -> No
     """Save the newest snapshot in that memory as a checkpoint, if the script would load it. In a process of its own:
     this one knows nothing of checkpoints. `choose` returns how many numbers of checkpoints are left to other machines;
     None if one of them saves it."""
-    if not _has_snapshots(path) or (left := choose()) is None:
+    if not has_snapshots(path) or (left := choose()) is None:
         return
     code = f"from unisono.checkpoint.snapshot_contents import rescue; rescue({path!r}, {left})"
     try:
@@ -95,7 +95,8 @@ def save_snapshot(path: str, choose: Callable[[], int | None] = lambda: 0) -> No
         sys.stderr.write(ended.stderr)
 
 
-def _has_snapshots(path: str) -> bool:
+def has_snapshots(path: str) -> bool:
+    """Whether ranks have left snapshots in that memory."""
     try:
         with open(path, "rb") as file:
             return os.lseek(file.fileno(), 0, os.SEEK_DATA) < SIZE

@@ -37,7 +37,7 @@ from unisono.errors import (
     describe_exit,
 )
 from unisono.launch.group import Group
-from unisono.launch.held_memory import held_memory, save_snapshot
+from unisono.launch.held_memory import has_snapshots, held_memory, save_snapshot
 from unisono.launch.job import Job, rendezvous
 from unisono.launch.messages import add_limit_note
 from unisono.launch.watching.log_directory import log_file, make_log_directory
@@ -130,6 +130,10 @@ class Supervisor:
         """The optimizer steps that the last group had done; those of the one before it, if it has not begun."""
         steps = [] if self._group is None else self._group.steps()
         return max((each.done for each in steps), default=0) or self._job.done_before
+
+    def has_snapshots(self) -> bool:
+        """Whether ranks have left snapshots, which are saved at the end of the job if it fails."""
+        return has_snapshots(self._job.held_memory)
 
     def may_restart(self, error: BaseException | None) -> bool:
         """Whether, after a group has ended with that error, another attempt is wanted and could succeed."""

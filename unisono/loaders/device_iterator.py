@@ -25,7 +25,7 @@ from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.randomness import seeded
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming, Track
-from unisono.virtual_ranks import WITNESS
+from unisono.virtual_ranks import WITNESS, seed_behind
 from unisono.world import World
 
 _RULE = (
@@ -132,6 +132,8 @@ class DeviceIterator:
             self._deliveries.end(received, isinstance(error, EndOfChannel))
             self._loop = self._received = None
             if isinstance(error, EndOfChannel):
+                if received.last is None and self.num_virtual is not None:  # of a loop that was resumed at its end
+                    seed_beside(lane.backend, lane.device, seed_behind(self._parent.seed, self.epoch))
                 self._seed_behind(received)
                 lane.progress.has_ended = True
                 raise StopIteration from None
