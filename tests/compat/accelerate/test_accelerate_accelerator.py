@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, Shardin
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import DeviceLoader
+from unisono import DeviceLoader, current_world
 from unisono.compat.accelerate import Accelerator, DistributedType, PartialState, utils
 from unisono.compat.accelerate.local_sgd import LocalSGD
 from unisono.compat.accelerate.scheduler import AcceleratedScheduler
@@ -454,3 +454,33 @@ def test_a_script_goes_on_from_its_state_and_skips_what_was_seen(mode: Mode, sta
     rest, names = mode.run(lambda: train(None))[0]
     assert sorted(seen + rest) == list(range(24))
     assert names == ["checkpoint_1", "latest"]
+
+
+def digest_on_virtual_ranks() -> str:
+    utils.set_seed(3)
+    accelerator = Accelerator(virtual_ranks=4)
+    inputs = torch.randn(48, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for found, wanted in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.mse_loss(model(found), wanted))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.digest()
+
+
+def test_virtual_ranks_have_the_same_bits_on_one_and_two_ranks() -> None:
+    assert len({*SOLO.run(digest_on_virtual_ranks), *PROCESSES_2.run(digest_on_virtual_ranks)}) == 1
+
+
+def test_snapshots_that_the_launcher_asks_for_need_loaders_that_continue() -> None:
+    def body() -> None:
+        current_world().state.snapshot_every = 1  # as `unisono run --snapshot-every 1` does
+        Accelerator(dataloader_config=utils.DataLoaderConfiguration(use_stateful_dataloader=True))
+        Accelerator()
+
+    assert all("use_stateful_dataloader=True" in each for each in PROCESSES_2.told(body, ValueError))

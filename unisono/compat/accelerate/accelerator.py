@@ -46,6 +46,7 @@ from unisono.training.prepared.metrics import NoSuchBatchError
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.scheduler import Unit
 from unisono.tree import leaves
+from unisono.virtual_ranks import Virtual
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Accelerator(Native):
         mixed_precision: "no", "fp16" or "bf16"; None uses ACCELERATE_MIXED_PRECISION, or "no".
         fsdp_plugin: selects strategy="fsdp".
         rng_types: has no effect: orders are functions of the seed.
-        schedule_unit: as for the native one; "device_step" is Accelerate's meaning.
+        schedule_unit, virtual_ranks: as for the native one; "device_step" is Accelerate's meaning.
         step_scheduler_with_optimizer: False leaves schedulers unchanged: each of their steps counts.
 
     Attributes:
@@ -122,6 +123,7 @@ class Accelerator(Native):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         *,
         schedule_unit: Unit | None = "device_step",
+        virtual_ranks: int | Virtual | None = None,
     ) -> None:
         given = locals()
         for names in _ONE_OF:
@@ -151,6 +153,11 @@ class Accelerator(Native):
             fsdp_plugin = FullyShardedDataParallelPlugin()
         strategy = fsdp_plugin or handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
         world = joined_world()
+        if (every := world.state.snapshot_every) is not None and not config.use_stateful_dataloader:
+            raise ValueError(
+                f"snapshot_every={every} continues within an epoch, and loaders begin the epoch anew here; pass "
+                "dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)"
+            )
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
             gradient_accumulation_steps=accumulation.to_native(),
@@ -162,11 +169,13 @@ class Accelerator(Native):
             strategy=strategy.to_native(),
             scaler_options=scaler.to_native() if precision == "fp16" else None,
             schedule_unit=schedule_unit,
+            virtual_ranks=virtual_ranks,
             log_with=log_with,
             project_dir=project.project_dir,
             total_limit=project.total_limit,
         )
         self._trackers = Trackers(log_with, project.logging_dir, self.world.rank == 0)
+        self._virtual_ranks = virtual_ranks
         self.device_placement, self.rng_types, self.log_with = device_placement, rng_types, trackers
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._has_warned = False
@@ -226,6 +235,7 @@ class Accelerator(Native):
             put_on_device=self.device_placement,
             data_seed=seed,
             world=self.world,
+            virtual_ranks=self._virtual_ranks,
         )
 
     def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]

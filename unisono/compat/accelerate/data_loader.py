@@ -14,6 +14,8 @@ from unisono.compat.accelerate.utils.other import Seed
 from unisono.compat.left_out import left_out
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader
+from unisono.loaders.sharding import Split
+from unisono.virtual_ranks import Virtual
 from unisono.world import World
 
 DataLoaderShard = DataLoaderDispatcher = DeviceLoader
@@ -31,6 +33,7 @@ def prepare_data_loader(
     *ignored: Any,
     data_seed: int | None = None,
     world: World | None = None,
+    virtual_ranks: int | Virtual | None = None,
     **options: Any,
 ) -> DeviceLoader:
     """This rank's part of the loader, each sample once, in an order that does not depend on the number of ranks.
@@ -38,6 +41,7 @@ def prepare_data_loader(
 
     Args:
         data_seed: the seed of the order; None uses that of the loader's generator, or else that of `set_seed`.
+        virtual_ranks: as for the Accelerator.
         ignored, options: how batches are dealt and moved, which does not affect their contents.
     """
     if isinstance(dataloader, DeviceLoader):
@@ -51,7 +55,8 @@ def prepare_data_loader(
     seed = data_seed
     if seed is None and not _has_generator(dataloader):
         seed = world.state.part(Seed).value
-    return DeviceLoader(dataloader, device, split="global" if split_batches else "rank", seed=seed, world=world)
+    split: Split = "global" if split_batches else "rank"
+    return DeviceLoader(dataloader, device, split=split, seed=seed, world=world, virtual_ranks=virtual_ranks)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
