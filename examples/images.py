@@ -35,14 +35,7 @@ def build_model() -> nn.Module:
 
 def train(index: int, epochs: int, directory: str) -> tuple[list[float], float]:
     """Return the mean loss of each epoch, and the accuracy on the test images."""
-    accelerator = Accelerator(
-        seed=0,
-        split_batches=True,
-        project_dir=directory,
-        total_limit=2,
-        schedule_unit="step",
-        snapshot_every=1,
-    )
+    accelerator = Accelerator(seed=0, split_batches=True, project_dir=directory, total_limit=2, schedule_unit="step")
     train_set, test_set = load()
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -87,5 +80,6 @@ if __name__ == "__main__":
         nprocs=given.devices,
         backend=given.backend,
         max_restarts=3,
+        snapshot_every=1,
     )
     print(f"test accuracy {accuracy:.2%}")
