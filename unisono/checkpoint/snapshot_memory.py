@@ -26,12 +26,12 @@ from torch import nn
 
 from unisono.launch.held_memory import MOST_RANKS, SIZE
 
-MOST_SLOTS = 8
 ALL = range(1 << 62)
 """All attempts."""
 
 _REGION = 1 << 38  # bytes
-_OF_RANK = _REGION * MOST_SLOTS
+_SLOTS = 8  # at most, of a rank
+_OF_RANK = _REGION * _SLOTS
 _ATTEMPT = _OF_RANK * MOST_RANKS
 _ATTEMPTS = SIZE // _ATTEMPT  # then their regions are used again
 _PAGE = 4096
@@ -45,7 +45,7 @@ class Snapshot(NamedTuple):
     """One rank's part of a snapshot.
 
     Attributes:
-        attempt: the number of restarts before it was taken.
+        attempt: the number of groups that the launcher had started before the one that has taken it.
         number: counts those of an attempt, alike on all ranks.
         step: the optimizer steps taken.
         rank, world_size: the rank that has taken it, and their number.
@@ -220,7 +220,7 @@ def describe_missing(parts: Sequence[Snapshot]) -> str:
 
 
 def read_part(file: int, part: Part) -> Content:
-    """What is in a part. Its own tensors are views of the memory, but for small ones, as an optimizer keeps them."""
+    """What is in a part. Its own tensors are views of the memory, but for scalars, which an optimizer may keep."""
     ends = _unpacked(os.pread(file, _HEADER.size, part.at))[1]
     memory = mmap.mmap(file, ends.rest, offset=part.at)
     words, (of, places) = _tensor_of(memory)[_PAGE:], pickle.loads(memory[ends.tensors : ends.keys])

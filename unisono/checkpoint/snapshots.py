@@ -1,20 +1,20 @@
 """Snapshots: what `save_state` saves, copied between two steps into memory that outlives the workers. A group that is
-restarted continues from the newest one, unless a checkpoint was saved after it.
+restarted continues from the newest one, unless a checkpoint is more than `every` steps newer.
 
 Where a run continues is known at one place only: where the loop that trains draws its next batch, or ends. The lines
 that belong to the batch before have run by then, and `load_state` brings the loop back to this place. So the loop that
 has drawn first, of those that are open in the first step, is the one whose draws are looked at from then on.
 
 State that all ranks have is divided among the ranks of a machine, so that each machine has all of it; or among all
-ranks, as soon as other state is. A snapshot needs no collective: between two, there is one, that of a step. So when a
-rank overwrites its last but one, all have the last.
+ranks, as soon as other state is. A snapshot needs no collective: between two, there is one, that of a step; at the
+border of two epochs, where there is none, the ranks meet. So when a rank overwrites its last but one, all have the
+last.
 
 *Threads:* the rank's own.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -53,8 +53,6 @@ from unisono.timeline import SAVE
 from unisono.training.steps import Steps
 from unisono.training.strategies.states import plain_name
 from unisono.world import World
-
-logger = logging.getLogger(__name__)
 
 
 class Home(NamedTuple):
@@ -250,8 +248,7 @@ class Snapshots:
         # On every rank: it may be a collective.
         others = {name: each.state_dict() for name, each in objects.items() if kind_of(name, each) == "state"}
         if self._number == 0:
-            for name, each in {**parts, **others}.items():
-                as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
+            _check_plain({**parts, **others})
         own = {"states": own_states(objects), "generators": generators, "extra": facts}
         rest = {
             "kinds": kinds_of(objects),
@@ -268,8 +265,7 @@ class Snapshots:
         try:
             self._writer.write(self._number, step, world.rank, world.world_size, content, needed=place[1])
         except (AttributeError, TypeError, PicklingError):
-            for name, each in {**parts, **others}.items():  # which one it is
-                as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
+            _check_plain({**parts, **others})  # which one it is
             raise
         keep_device_generator(generators, world)
         self._number, self._step = self._number + 1, step
@@ -311,6 +307,12 @@ class Snapshots:
             when = "after each step" if self.every == 1 else f"every {self.every} steps"
             size = f"{needed / 2**20:,.1f} MiB"
             print(f"snapshots: {when}, in {size} of each machine's memory", file=sys.stderr)
+
+
+def _check_plain(states: Mapping[str, Any]) -> None:
+    """TypeError if one of them is not plain data; the message says which."""
+    for name, each in states.items():
+        as_plain(each, f"{name}.state_dict()", lambda tensor: tensor)
 
 
 def _own_share(rank: int, ranks: int, each: Any, whole: Mapping[Any, Any]) -> Mapping[Any, Any]:
