@@ -35,6 +35,7 @@ from unisono import Accelerator, spawn  # noqa: E402
 from unisono.errors import UnisonoError  # noqa: E402
 
 ROWS, BATCH, VIRTUAL, EPOCHS = 60, 4, 4, 2  # the last round of an epoch is not full
+COPIES = "snapshot_neighbours"
 CALLS = 12_000
 """About as many as an attempt makes: a kill that is not reached leaves the attempt to end."""
 _PLACES = [("/checkpoint/", 300), ("/checkpoint/", 3000), ("snapshot_memory", 200)]  # in `load_state`, and in the copy
@@ -111,11 +112,12 @@ def train(rank: int, run: Run, directory: str) -> str:
                     steps.write(f"{epoch} {attempt}\n")
             scheduler.step()
     sys.setprofile(None)
+    threading.setprofile(None)
     return accelerator.digest()
 
 
 def _arm(plan: Plan, directory: str) -> None:
-    """Have the plan carried out at its call of a function of this package, in the loop's thread."""
+    """Have the plan carried out at its call of a function of this package, in the loop's thread, or that of copies."""
     left = plan.call
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -128,6 +130,8 @@ def _arm(plan: Plan, directory: str) -> None:
                 _strike(plan.victim)
 
     sys.setprofile(look)
+    if plan.where == COPIES:
+        threading.setprofile(look)
 
 
 def _strike(victim: str) -> None:

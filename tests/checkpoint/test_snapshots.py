@@ -731,7 +731,7 @@ def test_the_launchers_default_is_taken(capfd: pytest.CaptureFixture[str], tmp_p
     ("given", "words"),
     [
         ({"snapshot_every": 0}, "snapshot_every=0"),
-        ({"snapshot_every": 1, "snapshots": 8}, "pass at most 7"),
+        ({"snapshot_every": 1, "snapshots": 15}, "pass at most 14"),
         ({"snapshot_every": 1, "snapshots": 0}, "snapshots=0"),
     ],
 )

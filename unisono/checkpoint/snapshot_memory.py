@@ -30,9 +30,10 @@ ALL = range(1 << 62)
 """All attempts."""
 
 _REGION = 1 << 38  # bytes
-_SLOTS = 8  # at most, of a rank
-_OF_RANK = _REGION * _SLOTS
-_ATTEMPT = _OF_RANK * MOST_RANKS
+SLOTS = 16
+"""At most, of a rank."""
+_OF_RANK = _REGION * SLOTS
+_ATTEMPT = _OF_RANK * 2 * MOST_RANKS  # behind a machine's own ranks come the copies that they have received
 _ATTEMPTS = SIZE // _ATTEMPT  # then their regions are used again
 _PAGE = 4096
 _ALIGNED = 64  # bytes: tensors that begin there are copied fast
@@ -138,11 +139,12 @@ class SlotWriter:
     Args:
         file: a descriptor of the memory.
         local_rank: the rank's number on its machine.
+        are_guests: whether what is written are the copies that the rank receives of another machine's.
     """
 
-    def __init__(self, file: int, attempt: int, local_rank: int, slots: int) -> None:
+    def __init__(self, file: int, attempt: int, local_rank: int, slots: int, are_guests: bool = False) -> None:
         self._file, self._slots, self._attempt = file, slots, attempt
-        self._at = _ATTEMPT * (attempt % _ATTEMPTS) + _OF_RANK * local_rank
+        self._at = _ATTEMPT * (attempt % _ATTEMPTS) + _OF_RANK * (local_rank + MOST_RANKS * are_guests)
         self._layout = _Layout(None, [])
         self._memory: list[mmap.mmap | None] = [None] * slots
         self._views: list[tuple[_Layout | None, list[torch.Tensor]]] = [(None, [])] * slots
@@ -169,6 +171,24 @@ class SlotWriter:
         snapshot = Snapshot(self._attempt, number, step, rank, world_size, needed or world_size, time.time())
         fields = _HEADER.pack(_WORD, *snapshot, *_Ends(begin, middle, end, zlib.crc32(memory[begin:end])))
         memory[len(_WORD) : len(fields)] = fields[len(_WORD) :]
+        self.commit(number)
+
+    def written(self, number: int) -> torch.Tensor:
+        """The bytes behind the word of the snapshot that was written as that number, while it is in its slot."""
+        memory = self._memory[number % self._slots]
+        assert memory is not None
+        return _tensor_of(memory)[len(_WORD) : _unpacked(memory[: _HEADER.size])[1].rest]
+
+    def begin(self, number: int, size: int) -> torch.Tensor:
+        """Where so many bytes behind the word of a snapshot are to be put, which is one after `commit`."""
+        memory = self._reserved(number % self._slots, len(_WORD) + size)
+        memory[: len(_WORD)] = bytes(len(_WORD))
+        return _tensor_of(memory)[len(_WORD) :][:size]
+
+    def commit(self, number: int) -> None:
+        """What was begun as that number is whole."""
+        memory = self._memory[number % self._slots]
+        assert memory is not None
         memory[: len(_WORD)] = _WORD
 
     def drop_after(self, step: int) -> int:

@@ -6,15 +6,16 @@ that belong to the batch before have run by then, and `load_state` brings the lo
 has drawn first, of those that are open in the first step, is the one whose draws are looked at from then on.
 
 State that all ranks have is divided among the ranks of a machine, so that each machine has all of it; or among all
-ranks, as soon as other state is. A snapshot needs no collective: between two, there is one, that of a step; at the
-border of two epochs, where there is none, the ranks meet. So when a rank overwrites its last but one, all have the
-last.
+ranks, as soon as other state is: then each machine has a copy of the parts of the one before, too. A snapshot needs no
+collective: between two, there is one, that of a step; at the border of two epochs, where there is none, the ranks meet.
+So when a rank overwrites its last but one, all have the last.
 
 *Threads:* the rank's own.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -42,7 +43,8 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.serialization import as_plain
 from unisono.checkpoint.snapshot_contents import contents_of, packed
-from unisono.checkpoint.snapshot_memory import Content, SlotWriter, find_parts, free_others, size_of
+from unisono.checkpoint.snapshot_memory import SLOTS, Content, SlotWriter, find_parts, free_others, size_of
+from unisono.checkpoint.snapshot_neighbours import Neighbours
 from unisono.checkpoint.snapshot_search import gather_snapshot
 from unisono.deliveries import Loop
 from unisono.errors import CheckpointError
@@ -53,6 +55,8 @@ from unisono.timeline import SAVE
 from unisono.training.steps import Steps
 from unisono.training.strategies.states import plain_name
 from unisono.world import World
+
+logger = logging.getLogger(__name__)
 
 
 class Home(NamedTuple):
@@ -97,10 +101,14 @@ class Snapshots:
         self._steps, self.every, self._kept, self._count, self._describe = steps, every, kept, count, describe
         self._world = world = steps.world
         self._file, self._attempt = _open_memory(world), world.state.groups_before
-        self._writer = SlotWriter(self._file, self._attempt, world.local_rank, kept + 1)
+        self._slots = kept + 1
+        if self._slots + 1 > SLOTS:  # one more with copies on the next machine
+            raise ValueError(f"snapshots={kept} are too many for the memory's slots; pass at most {SLOTS - 2}")
+        self._writer = self._write_into()
         self._thread = threading.get_ident()
         self._number = 0
         self._ranks: range | None = None
+        self._neighbours: Neighbours | None = None
         self._has_loaded = self._attempt == 0
         self._restart(0)
         finalize(self, os.close, self._file)
@@ -144,6 +152,7 @@ class Snapshots:
     def before(self, step: int) -> Callable[[], Contents]:
         """What returns, on rank zero, the last snapshot of this attempt that is of that step, or of one before it;
         CheckpointError if there is none."""
+        self._wait_for_copies()
         taken = gather_snapshot(self._file, range(self._attempt, self._attempt + 1), self._world, step)
         if taken is None:
             more = f"Accelerator(snapshots={self._kept + 1}) keeps more than the last {self._kept}"
@@ -177,6 +186,8 @@ class Snapshots:
         """The ranks have gone back to the snapshot of that step. Those after it are dropped. If the loop does not skip
         what it has drawn since, it draws that again."""
         self._number = self._writer.drop_after(step) + 1
+        if self._neighbours is not None:
+            self._neighbours.drop_after(step)
         self._step = step
         if not skips:
             self._iterator().go_back()
@@ -243,6 +254,10 @@ class Snapshots:
         generators = generator_states(world)
         if self._ranks is None:
             self._ranks = self._ranks_with_all(objects)
+            if len(self._ranks) > world.local_world_size and self._are_machines_alike():
+                self._slots += 1
+                self._writer = self._write_into()
+                self._neighbours = Neighbours(world, self._writer, self._write_into(are_guests=True))
         place = self._ranks.index(world.rank), len(self._ranks)
         parts = divided_states(objects, partial(_own_share, *place), self._ranks)
         # On every rank: it may be a collective.
@@ -260,15 +275,36 @@ class Snapshots:
         content = packed(parts, {**rest, "others": {} if place[0] else others})
         if self._number == 0:
             self._check_first(content, objects)
-        if self._number == 1 and world.local_rank == 0:
-            free_others(self._file, self._attempt)  # all ranks have the first of this attempt
+        self._wait_for_copies()
+        if self._number == 1 + bool(self._neighbours) and world.local_rank == 0:
+            free_others(self._file, self._attempt)  # all ranks have the first of this attempt, and the copies of it
         try:
             self._writer.write(self._number, step, world.rank, world.world_size, content, needed=place[1])
         except (AttributeError, TypeError, PicklingError):
             _check_plain({**parts, **others})  # which one it is
             raise
+        if self._neighbours is not None:
+            self._neighbours.send(self._number)
         keep_device_generator(generators, world)
         self._number, self._step = self._number + 1, step
+
+    def _write_into(self, are_guests: bool = False) -> SlotWriter:
+        return SlotWriter(self._file, self._attempt, self._world.local_rank, self._slots, are_guests)
+
+    def _wait_for_copies(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.wait()
+
+    def _are_machines_alike(self) -> bool:
+        """Whether each rank has one of its number on the next machine. A collective."""
+        counts = self._world.comm.all_gather_object(self._world.local_world_size)
+        if len({*counts}) > 1 and self._world.rank == 0:
+            logger.warning(
+                "machines have different numbers of ranks (%s), so that none has a copy of another's snapshots: if one "
+                "is lost, the newest checkpoint on disk is taken",
+                ", ".join(map(str, sorted({*counts}))),
+            )
+        return len({*counts}) == 1
 
     def _ranks_with_all(self, objects: Objects) -> range:
         """The ranks whose parts are the whole state: those of this machine, if each machine has all of it."""
@@ -295,12 +331,13 @@ class Snapshots:
                 "this run was restarted, and has begun anew, although a snapshot is there; call "
                 "accelerator.load_state(must_exist=False) before the first step, which continues from it"
             )
-        needed = size_of(content) * (self._kept + 1) * world.local_world_size
+        copies = self._slots * (1 if self._neighbours is None else 2)
+        needed = size_of(content) * copies * world.local_world_size
         used = os.fstat(self._file).st_blocks * 512  # by attempts before this one, which is given back
         if needed > (left := memory_left() + used):
             raise MemoryError(
                 f"snapshot_every={self.every} needs {needed / 2**20:,.0f} MiB of main memory on this machine, for "
-                f"{self._kept + 1} copies of the state, and {left / 2**20:,.0f} MiB are left; leave it out, and call "
+                f"{copies} copies of the state, and {left / 2**20:,.0f} MiB are left; leave it out, and call "
                 "save_state(is_async=True) now and then"
             )
         if world.rank == 0:

@@ -47,6 +47,7 @@ from unisono.launch.process_group import depart, join
 from unisono.launch.reports import Kind, Reporter, beating, count_of
 from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import Settings
+from unisono.launch.starting.allocator import keep_freed_memory
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import name_process
 from unisono.outcome import Outcome, chain_of, this_process
@@ -80,6 +81,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
             place = replace(place, store=os.path.join(directory, "store"))
         os.environ.clear()
         os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory})
+        keep_freed_memory()
         _adopt_caller(job.caller, place, directory)
         # torch's `record` writes an error of the script there.
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(job.records or directory, f"rank-{rank}.error.json")

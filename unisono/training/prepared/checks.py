@@ -154,8 +154,6 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
 def check_snapshots(every: int, kept: int, world: World, options: Choice) -> None:
     """Check `snapshot_every` and `snapshots`, and that they fit the ranks; raises as `check_arguments`."""
     check_integer(kept, "snapshots", 1)
-    if kept > 7:
-        raise ValueError(f"snapshots={kept} are too many for the memory's slots; pass at most 7")
     check_integer(every, "snapshot_every", 1, "pass a number of optimizer steps, or None")
     if options.name in ("diloco", "spmd"):
         raise ValueError(

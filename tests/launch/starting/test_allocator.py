@@ -1,0 +1,36 @@
+"""Memory that a step frees is there for the next one."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+
+import pytest
+import torch
+
+from unisono import spawn
+
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+
+BLOCKS, BYTES = 16, 4 << 20
+
+
+def faults(index):
+    """Page faults of a step that fills and frees blocks, once the allocator has seen two."""
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(BYTES // 4) for _ in range(BLOCKS)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_a_step_in_a_worker_reuses_the_memory_of_the_last():
+    assert max(spawn(faults, nprocs=2, backend="cpu")) < BLOCKS
+
+
+@pytest.mark.parametrize(
+    "name, value", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072")]
+)
+def test_who_tunes_the_allocator_is_left_alone(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert min(spawn(faults, nprocs=2, backend="cpu")) > BLOCKS * BYTES // 2 // resource.getpagesize()
