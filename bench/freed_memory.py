@@ -1,6 +1,6 @@
 """What it saves that a worker keeps freed memory: the time of an epoch, against glibc as it tunes itself, on CPUs.
 
-    python bench/freed_memory.py
+python bench/freed_memory.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def _tuned_by_glibc(kind: str, batches: int) -> float:
 def main() -> None:
     given = options(__doc__, DEVICES, 12, batches=64)
     for kind in ("MLP, 1.1 M parameters", "CNN with BatchNorm"):
-        runs = {"kept": partial(cost, kind, given.batches), "glibc's own": partial(_tuned_by_glibc, kind, given.batches)}
+        both = {"kept": cost, "glibc's own": _tuned_by_glibc}
+        runs = {name: partial(run, kind, given.batches) for name, run in both.items()}
         show(kind, interleave(runs, given.blocks))
 
 

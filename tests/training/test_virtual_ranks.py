@@ -126,12 +126,18 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def wide() -> nn.Module:
+    """Parameters of 288 and 480 KB, whose gradients are reduced in place on two ranks."""
+    return nn.Sequential(nn.Linear(3, 24_000, bias=False), nn.ReLU(), nn.Linear(24_000, 5))
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Dataset[Any]]]] = {
     "convolutions": (convolutions, partial(Rows, 37, (1, 6, 6))),
     "attention": (Attending, Tokens),
     "recurrent": (Recurrent, Tokens),
     "sparse": (partial(Recurrent, True), Tokens),
     "plain": (partial(nn.Linear, 3, 5), partial(Rows, 37, (3,))),
+    "wide": (wide, partial(Rows, 37, (3,))),
 }
 
 
@@ -211,6 +217,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "split_batches": {"split_batches": True},
     "zero1": {"strategy": "zero1"},
     "fsdp": {"strategy": "fsdp"},
+    "fsdp of wide": {"strategy": "fsdp", "network": "wide"},
     "fsdp of attention": {"strategy": "fsdp", "network": "attention", "optimizer": partial(torch.optim.AdamW, lr=0.01)},
     "drop_last": {"loader": partial(DataLoader, batch_size=3, drop_last=True)},
     "workers": {"loader": partial(DataLoader, batch_size=4, shuffle=True, num_workers=1)},

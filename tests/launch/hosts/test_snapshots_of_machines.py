@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -395,7 +394,7 @@ def test_a_worker_killed_at_any_call_costs_at_most_one_step(tmp_path: Path, ear:
     check_repeated(tmp_path)
 
 
-@pytest.mark.parametrize("strategies, most", [(["ddp"], 1), (["zero1", "fsdp"], 2)])
+@pytest.mark.parametrize(("strategies", "most"), [(["ddp"], 1), (["zero1", "fsdp"], 2)])
 @pytest.mark.parametrize("seed", range(2))
 def test_an_agent_killed_at_any_call_costs_one_step_or_two_of_a_divided_state(
     tmp_path: Path, ear: Ear, seed: int, strategies: Sequence[str], most: int, expected: str

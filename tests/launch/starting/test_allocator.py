@@ -29,7 +29,7 @@ def test_a_step_in_a_worker_reuses_the_memory_of_the_last():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072")]
+    ("name", "value"), [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072")]
 )
 def test_who_tunes_the_allocator_is_left_alone(monkeypatch, name, value):
     monkeypatch.setenv(name, value)

@@ -10,7 +10,7 @@ import os
 # page: measured, an eighth to a quarter of a small CNN's step.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT = 1 << 30  # bytes at the top of the heap that are not given back
-_LARGEST_IN_HEAP = 32 << 20  # bytes of a block: the greatest threshold that glibc takes; it may choose it by itself, too
+_LARGEST_IN_HEAP = 32 << 20  # bytes of a block: the greatest that glibc takes, and may choose by itself
 
 
 def keep_freed_memory() -> None:

@@ -36,6 +36,8 @@ from unisono.training.strategies.witnesses import Witnesses
 from unisono.virtual_ranks import WITNESS, Draw, Node, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
 
+_LARGE = 1 << 18  # bytes: to copy them into a bucket takes longer than one collective more
+
 
 class VirtualEngine(Engine):
     """Runs a module for several virtual ranks, one after another."""
@@ -343,7 +345,10 @@ class VirtualEngine(Engine):
         of_ranks = [sums_of(own, virtual.count) for own in virtual.table]
         nodes = of_ranks[virtual.rank]
         are_two = [*map(len, of_ranks)] == [1, 1]  # one sum each, and a + b is b + a
-        for bucket in buckets(keys):
+        # Large gradients are added where they are, behind the first vector.
+        large = [each for each in keys if are_two and each.requires_grad and each.nbytes >= _LARGE]
+        apart = set(map(id, large))
+        for bucket in [*buckets([each for each in keys if id(each) not in apart]), *([each] for each in large)]:
             lengths = [each.numel() for each in bucket]
             room = 0 if are_two else -sum(lengths) % size  # as many for each rank
             own = {node: _flatten(bucket, sums[node], room) for node in nodes}
@@ -396,11 +401,13 @@ def check_between(steps: Steps, name: str) -> None:
 
 
 def _flatten(bucket: list[torch.Tensor], values: Tensors, room: int) -> torch.Tensor:
-    """The values of a bucket, one after another, and so many zeros."""
+    """The values of a bucket, one after another, and so many zeros; of a single large one its own memory, if it can."""
     found = map(values.get, bucket)
     pieces = [
         (torch.zeros_like(each) if one is None else one).reshape(-1) for each, one in zip(bucket, found, strict=True)
     ]
+    if len(pieces) == 1 and bucket[0].requires_grad and not room:
+        return pieces[0]
     return torch.cat([*pieces, bucket[0].new_zeros(room)] if room else pieces)
 
 
