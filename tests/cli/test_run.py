@@ -190,11 +190,38 @@ def test_gloo_can_be_asked_for(run, script):
     assert "process_group='mpi' does not exist; pass 'gloo'" in errors
 
 
-def test_a_script_that_initialises_a_group_of_no_given_backend_gets_shared_memory(run, script):
-    name = script("import torch.distributed as dist\ndist.init_process_group()\nprint(dist.get_backend())")
-    for options, group in (([], "shm"), (["--process-group", "gloo"], "undefined")):  # torch's word for its own choice
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ("", ("shm", "undefined")),
+        ("'gloo'", ("gloo", "gloo")),
+        ("'cpu:gloo'", ("cpu:gloo", "cpu:gloo")),
+    ],  # shared, and not
+)
+def test_a_script_that_initialises_a_group_of_gloo_gets_shared_memory(run, script, asked, names):
+    name = script(
+        "import torch, torch.distributed as dist\nfrom torch.distributed import get_backend\n"
+        f"dist.init_process_group({asked})\n"
+        "get_backend() == 'gloo' and dist.monitored_barrier()\n"  # torch refuses others, by their names
+        "print(get_backend(), get_backend(dist.new_group([0, 1])), type(dist.group.WORLD).__name__)"
+    )
+    for options, called, kind in (
+        ([], names[0], "SharedMemoryGroup"),
+        (["--process-group", "gloo"], names[1], "ProcessGroup"),
+    ):
         code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", *options, name)
-        assert (code, output.split()) == (0, [group, group]), errors
+        assert (code, output.splitlines()) == (0, 2 * [f"{called} {called} {kind}"]), errors
+        assert errors.count("keeps gloo") == (not options)
+
+
+def test_a_rank_that_calls_another_collective_in_a_script_for_gloo_is_named(run, script):
+    name = script(
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "dist.broadcast(torch.ones(2), 0) if dist.get_rank() else dist.all_reduce(torch.ones(2))"
+    )
+    code, _, errors = run("-n", "2", "--backend", "cpu", name)
+    assert code != 0
+    assert re.search(r"rank 0 .*all_reduce.* while rank 1 .*broadcast", errors), errors
 
 
 # Written for torchrun: nothing of this package in it.

@@ -216,6 +216,6 @@ def test_an_announcement_waits_for_nobody_where_data_has_another_transport(tmp_p
                 announced += 1
         return announced, str(lost.value)
 
-    for announced, text in spawn(work, nprocs=2):
+    for announced, text in spawn(work, nprocs=2, process_group="gloo"):
         assert announced == (4 if "meta" in backend else 3)  # the fourth differs
         assert re.search(r"rank 0 came to the gradients of step 3 .* while rank 1 .* step 4", text)

@@ -2,7 +2,8 @@
 
 Code written for torchrun, or for torch's own `spawn`, gets the group that it asks for, with its own backend, timeout
 and options, in place of ours: the ranks meet in the store that they share, and no port is opened. A script that first
-checks `is_initialized()` finds our group; one that names a device family as its backend, or none on the CPU, gets ours.
+checks `is_initialized()` finds our group; one that names a device family as its backend gets ours. Where ours shares
+memory, so does that of a script that asks for gloo, or for nothing; the script sees the name that it has asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -23,10 +24,15 @@ from unisono.comm.operations import HOST
 from unisono.comm.sealing import check_members
 from unisono.comm.shared_memory.process_group import NAME, SharedMemoryGroup
 from unisono.comm.shutdown import free_reducers_before_groups
+from unisono.launch.messages import say_once
 from unisono.torch_private import default_store
 
 _CREATE = ("new_group", "split_group", "shrink_group")
 _OURS = (None, "env://")  # without further arguments, the announced group is meant
+_IN_SHARED_MEMORY = (
+    "torch.distributed of this script works in memory that the ranks share, which is faster than gloo; `unisono run "
+    '--process-group gloo`, or spawn(process_group="gloo"), keeps gloo'
+)
 
 
 def let_scripts_initialise() -> None:
@@ -40,6 +46,8 @@ def let_scripts_initialise() -> None:
     for name in _CREATE:
         if original := getattr(dist, name, None):
             _replace(name, functools.partial(_create_counted, original))
+    names = dict[str, Any]()  # what groups are called for the script
+    _replace("get_backend", functools.partial(_called, dist.get_backend, names))
     _replace("destroy_process_group", functools.partial(_destroy_counted, dist.destroy_process_group))
     # Weak: a reference would keep the group alive after the script has destroyed it.
     ours = weakref.ref(dist.group.WORLD)
@@ -53,8 +61,9 @@ def let_scripts_initialise() -> None:
             if dist.is_initialized():
                 return
             asked |= {"backend": backend, "init_method": None}
-        elif asked.get("backend") is None and backend == f"{HOST.type}:{NAME}":
-            asked["backend"] = NAME  # torch would take gloo
+        elif backend == f"{HOST.type}:{NAME}" and _is_of_gloo(asked):
+            names[NAME] = dist.Backend(asked.get("backend") or NAME)
+            asked["backend"] = NAME
         is_met_in_store = asked.get("store") is None and asked.get("init_method") in _OURS
         if is_met_in_store:
             # A group that was destroyed has left its addresses in the store.
@@ -71,9 +80,22 @@ def let_scripts_initialise() -> None:
                 asked["store"].set("all_begun", "")
             asked["store"].wait(["all_begun"])
             _check(dist.group.WORLD)
+        if isinstance(dist.group.WORLD, SharedMemoryGroup) and dist.get_rank() == 0 and dist.get_world_size() > 1:
+            say_once(_IN_SHARED_MEMORY)
         count_group(dist.group.WORLD)
 
     replace_init(initialise)
+
+
+def _is_of_gloo(asked: Mapping[str, Any]) -> bool:
+    """Whether a script asks for nothing that only gloo has."""
+    named = str(asked.get("backend") or dist.Backend.GLOO).lower()
+    return named in (dist.Backend.GLOO, f"{HOST.type}:{dist.Backend.GLOO}") and asked.get("pg_options") is None
+
+
+def _called(original: Callable[..., Any], names: Mapping[str, Any], group: Any = None) -> Any:
+    found = original(group)
+    return names.get(found, found)
 
 
 def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], None]) -> None:
