@@ -84,5 +84,5 @@ if __name__ == "__main__":
     parser.add_argument("--backend", help="cpu, cuda, mps or xla; an accelerator by default, where there is one")
     parser.add_argument("--epochs", type=int, default=6)
     given = parser.parse_args()
-    (_, accuracy), *_ = spawn(train, args=(given.epochs,), nprocs=given.devices, backend=given.backend)
+    _, accuracy = spawn(train, args=(given.epochs,), nprocs=given.devices, backend=given.backend)[0]
     print(f"accuracy by the nearest neighbour {accuracy:.2%}")

@@ -74,12 +74,12 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--directory", default="runs/images")
     given = parser.parse_args()
-    (_, accuracy), *_ = spawn(
+    _, accuracy = spawn(
         train,
         args=(given.epochs, given.directory),
         nprocs=given.devices,
         backend=given.backend,
         max_restarts=3,
         snapshot_every=1,
-    )
+    )[0]
     print(f"test accuracy {accuracy:.2%}")

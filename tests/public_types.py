@@ -38,7 +38,12 @@ assert_type(unisono.current_world(), World)
 assert_type(unisono.gather_report(), Report | None)
 assert_type(unisono.should_stop(), bool)
 
-assert_type(spawn(print, nprocs=2), list[Any])
+
+def train(rank: int) -> float:
+    return 0.0
+
+
+assert_type(spawn(train, nprocs=2), list[float])
 assert_type(spawn(print, nprocs=2, join=False, backend="cpu"), ProcessContext)
 
 accelerator = Accelerator(mixed_precision="bf16", strategy=FSDP())
@@ -48,6 +53,14 @@ assert_type(accelerator.sync_gradients, bool)
 assert_type(accelerator.clip_grad_norm_(nn.Linear(1, 1), 1.0), torch.Tensor | None)
 assert_type(accelerator.autocast(), AbstractContextManager[Any])
 assert_type(accelerator.trackers, list[Tracker])
+
+network = nn.Linear(1, 1)
+optimizer = torch.optim.SGD(network.parameters())
+network, optimizer, loader = accelerator.prepare(network, optimizer, DataLoader(TensorDataset(torch.ones(3))))
+assert_type(network, nn.Linear)
+assert_type(optimizer, torch.optim.SGD)
+assert_type(accelerator.prepare(network), nn.Linear)
+assert_type(accelerator.prepare([network]), Any)
 
 
 def loop(model: nn.Module, loader: DeviceIterator, device: torch.device, context: unisono.ReplicaContext) -> float:

@@ -14,11 +14,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
@@ -58,6 +59,10 @@ from unisono.training.strategies.states import load_model_state, load_optimizer_
 from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.virtual_ranks import Virtual, virtual_of
 from unisono.world import World, current_world
+
+Kept = TypeVar("Kept", bound=nn.Module | Optimizer | LRScheduler)  # what `prepare` returns behaves as what it was given
+Kept2 = TypeVar("Kept2", bound=nn.Module | Optimizer | LRScheduler)
+Kept3 = TypeVar("Kept3", bound=nn.Module | Optimizer | LRScheduler)
 
 
 @explain_unknown_names()
@@ -156,6 +161,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         check_arguments(given)
         options = options_of(strategy)
         kind = strategy_class(options)
+        self._strategy = options.name
         self.world = world_on(world or _joined_world(family_of(device, cpu)), device, cpu, kind)
         check_features(self.world, kind, options, mixed_precision, compile)
         virtual = None if virtual_ranks is None else check_virtual(given, self.world, options)
@@ -203,6 +209,21 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             check_snapshots(every, snapshots, self.world, options)
             self._states.keep_snapshots(every, snapshots)
 
+    # A loader's type changes, and the usual script gives its name to what it becomes: so that has the type Any.
+    @overload
+    def prepare(self, one: Kept, /) -> Kept: ...
+    @overload
+    def prepare(self, one: Kept, two: Kept2, /) -> tuple[Kept, Kept2]: ...
+    @overload
+    def prepare(self, one: Kept, two: Any, /) -> tuple[Kept, Any]: ...
+    @overload
+    def prepare(self, one: Kept, two: Kept2, three: Kept3, /) -> tuple[Kept, Kept2, Kept3]: ...
+    @overload
+    def prepare(self, one: Kept, two: Kept2, three: Any, /) -> tuple[Kept, Kept2, Any]: ...
+    @overload
+    def prepare(self, one: Kept, two: Kept2, three: Any, four: Any, /) -> tuple[Kept, Kept2, Any, Any]: ...
+    @overload
+    def prepare(self, *objects: Any) -> Any: ...
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, parameters, optimizers, loaders, schedulers, lists of them and None.
 
@@ -222,6 +243,15 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """
         made = self._prepared.prepare(objects)
         return made[0] if len(made) == 1 else tuple(made)
+
+    def __repr__(self) -> str:
+        world = self.world
+        given = [f"rank {world.rank} of {world.world_size}", str(self.device), f"strategy={self._strategy!r}"]
+        if self.mixed_precision != "no":
+            given.append(f"mixed_precision={self.mixed_precision!r}")
+        if self._steps.virtual is not None:
+            given.append(f"virtual_ranks={self._steps.virtual.count}")
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def free_memory(self) -> None:
         """Release everything that was prepared: what is not referenced elsewhere is freed.

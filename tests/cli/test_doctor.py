@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -52,6 +53,17 @@ def test_in_short_an_area_that_is_fine_is_one_line_and_of_another_only_what_need
     assert [each[:2] for each in short] == [("ok", "packages"), ("warning", "environment")]
     assert short[1] == full[-1]
     assert {each[1] for each in full} == wanted
+
+
+def test_other_programs_get_all_facts_as_json() -> None:
+    done = ask("--quick", "--json", GLOO_SOCKET_IFNAME="no-such-if")
+    found = json.loads(done.stdout)
+    assert [list(each) for each in found] == len(found) * [["area", "name", "state", "text", "advice"]]
+    states = [each["state"] for each in found]
+    assert {("packages", "packages", "ok"), ("launcher", "environment", "warning")} <= {
+        (each["area"], each["name"], each["state"]) for each in found
+    }
+    assert done.returncode == ("problem" in states)
 
 
 def test_where_a_package_cannot_be_imported_the_versions_are_still_reported():

@@ -147,6 +147,28 @@ def test_the_texts_and_the_page_say_what_it_has_cost(run: Run, tmp_path: Path, c
         assert drawn["seconds"][-1][1] == pytest.approx(run.seconds, abs=2)
 
 
+def test_other_programs_get_it_as_json(run: Run, capsys) -> None:
+    assert main(["report", "--json", str(run.directory)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (restart,) = found["restarts"]
+    assert (restart["what"], restart["repeated"], found["steps_repeated"]) == (KILLED, DIED - SAVED, DIED - SAVED)
+    assert (found["goodput"], found["verdict"]) == (run.restarts.goodput, run.verdict)
+    assert [(each["rank"], each["end"], each["steps_done"]) for each in found["ranks"]] == [
+        (rank, "finished", STEPS) for rank in (0, 1)
+    ]
+    for each, record in zip(found["ranks"], run.ranks, strict=True):
+        assert record.summary is not None
+        assert (each["seconds"], each["steps"]) == (record.summary.seconds, record.summary.steps)
+    documented = Path("docs/profiling.md").read_text().partition("## As JSON")[2].partition("\n## ")[0]
+    for name in {*found, *found["ranks"][0], *restart}:
+        assert f"`{name}`" in documented, name
+    assert main(["top", "--once", "--json", str(run.directory)]) == 0
+    assert json.loads(capsys.readouterr().out) == [found]
+    for refused in (["report", "--json", "-o", "page", "run"], ["report", "--json", "one", "two"], ["top", "--json"]):
+        with pytest.raises(SystemExit):
+            main(refused)
+
+
 def test_a_run_without_a_restart_shows_nothing_of_it(tmp_path: Path, capsys) -> None:
     (tmp_path / "died").mkdir()
     found = run_of(tmp_path)

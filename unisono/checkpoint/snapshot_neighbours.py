@@ -18,9 +18,9 @@ import time
 from queue import SimpleQueue
 
 import torch
-import torch.distributed as dist
 
 from unisono.checkpoint.snapshot_memory import SlotWriter
+from unisono.comm.aside import exchange_aside
 from unisono.launch.process_group import suppress_greetings
 from unisono.world import World
 
@@ -36,14 +36,14 @@ class Neighbours:
     """
 
     def __init__(self, world: World, own: SlotWriter, guests: SlotWriter) -> None:
-        with suppress_greetings():
-            self._group = dist.new_group(backend="gloo")
         self._own, self._guests, count = own, guests, world.local_world_size
         self._to, self._from = ((world.rank + shift) % world.world_size for shift in (count, -count))
+        with suppress_greetings():
+            self._exchange = exchange_aside(self._to, self._from)
         self._numbers, self._is_idle, self._error = SimpleQueue[int](), threading.Event(), list[Exception]()
         self._is_waited_for = threading.Event()
         self._is_idle.set()
-        threading.Thread(target=self._run, name="unisono-snapshot-copies", daemon=True).start()
+        threading.Thread(target=_copy_all, args=(self,), name="unisono-copies", daemon=True).start()
 
     def send(self, number: int) -> None:
         """Begin to copy this rank's last snapshot, after `wait`."""
@@ -62,7 +62,8 @@ class Neighbours:
         """As that of `SlotWriter`, of the copies that are here, after `wait`."""
         self._guests.drop_after(step)
 
-    def _run(self) -> None:
+    def copy_all(self) -> None:
+        """Copy each snapshot that is to be sent, until one cannot be; in the thread beside the rank's."""
         try:
             while not self._error:
                 self._copy(self._numbers.get())
@@ -83,9 +84,6 @@ class Neighbours:
             self._is_waited_for.wait(time.monotonic() - began)
         self._guests.commit(number)
 
-    def _exchange(self, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Send and receive at once; nothing is sent of an empty tensor, and nobody waits for one."""
-        works = [self._group.send([sent], self._to, 0)] if sent.numel() else []
-        works += [self._group.recv([received], self._from, 0)] if received.numel() else []
-        for work in works:
-            work.wait()
+
+def _copy_all(neighbours: Neighbours) -> None:
+    neighbours.copy_all()

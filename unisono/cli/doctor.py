@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import platform
 import re
 import sys
@@ -14,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
 
@@ -61,6 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--all", action="store_true", help="print every fact, not just what needs action")
+    parser.add_argument("--json", action="store_true", help="print every fact as JSON: area, name, state, text, advice")
     parser.add_argument("--quick", action="store_true", help="start no workers")
     parser.add_argument("--endpoint", metavar="HOST:PORT", help="a rendezvous endpoint, to be served or reached")
     parser.set_defaults(run=run_doctor)
@@ -68,7 +70,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; return 1 if there is a problem, otherwise 0."""
-    return int(_print_lines(examine_all(options.quick, options.endpoint), options.all)["problem"] > 0)
+    areas = examine_all(options.quick, options.endpoint)
+    if options.json:
+        facts = [{"area": area, **asdict(each)} for area, found in areas for each in found]
+        print(json.dumps(facts, indent=1))
+        return int(any(each["state"] == "problem" for each in facts))
+    return int(_print_lines(areas, options.all)["problem"] > 0)
 
 
 def check_versions() -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -20,24 +21,31 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("other", metavar="RUN2", nargs="?", help="another run, to compare")
     parser.add_argument("-o", "--output", help="the page; default: RUN/report.html")
     parser.add_argument("--trace", metavar="FILE", help="also write a trace for https://ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print it as JSON (docs/profiling.md), and write no page")
     parser.set_defaults(parser=parser, run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
     # Here, since all of it imports torch.
+    from unisono.report.as_json import as_json
     from unisono.report.comparison import compare
     from unisono.report.page import write_page
     from unisono.report.run import read_run
     from unisono.report.text import table_of
     from unisono.report.trace import write_trace
 
-    if arguments.other is not None and (arguments.output or arguments.trace):
-        arguments.parser.error("-o and --trace are for one run: two are compared as text")
+    if arguments.other is not None and (arguments.output or arguments.trace or arguments.json):
+        arguments.parser.error("-o, --trace and --json are for one run: two are compared as text")
+    if arguments.json and (arguments.output or arguments.trace):
+        arguments.parser.error("--json writes no file; call it again for -o and --trace")
     try:
         found = read_run(arguments.run_directory)
         if arguments.other is not None:
             print(compare(found, read_run(arguments.other), (arguments.run_directory, arguments.other)))
+            return 0
+        if arguments.json:
+            print(json.dumps(as_json(found), indent=1))
             return 0
         if found.report.ranks:
             print(table_of(found.report))

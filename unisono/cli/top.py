@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -27,14 +28,18 @@ def add_parser(subparsers: Any) -> None:
         "run_directory", metavar="RUN", nargs="?", help="default: your runs on this machine; without one, logs"
     )
     parser.add_argument("--once", action="store_true", help="print one table, and end")
+    parser.add_argument("--json", action="store_true", help="with --once: as JSON, a list of runs (docs/profiling.md)")
     parser.set_defaults(parser=parser, run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    from unisono.report.live import describe, is_alive  # here, since they import torch
+    from unisono.report.as_json import as_json  # here, since they import torch
+    from unisono.report.live import describe, is_alive
     from unisono.report.run import read_run
 
+    if arguments.json and not arguments.once:
+        arguments.parser.error("--json is for one look: unisono top --once --json")
     is_live = sys.stdout.isatty() and not arguments.once
     began = time.monotonic()
     shown: dict[Path, None] = {} if arguments.run_directory is None else {Path(arguments.run_directory): None}
@@ -58,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
                 continue
             print("\n" * is_live + f"unisono top: {failure}", file=sys.stderr)
             return 1
+        if arguments.json:
+            print(json.dumps([as_json(each) for each in found], indent=1))
+            return 0
         columns, rows = shutil.get_terminal_size() if is_live else (0, 0)
         lines = [line for each in found for line in (*describe(each, columns), "")][:-1]
         if is_live:

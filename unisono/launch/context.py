@@ -41,6 +41,9 @@ class ProcessContext:
             self.stop()
             self._supervisor.wait()
 
+    def __repr__(self) -> str:
+        return f"ProcessContext(pids={self.pids()})"
+
     def pids(self) -> list[int | None]:
         """The workers' process ids, by rank; after a restart, those of the new workers."""
         return self._supervisor.pids()

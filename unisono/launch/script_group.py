@@ -30,8 +30,8 @@ from unisono.torch_private import default_store
 _CREATE = ("new_group", "split_group", "shrink_group")
 _OURS = (None, "env://")  # without further arguments, the announced group is meant
 _IN_SHARED_MEMORY = (
-    "torch.distributed of this script works in memory that the ranks share, which is faster than gloo; `unisono run "
-    '--process-group gloo`, or spawn(process_group="gloo"), keeps gloo'
+    "torch.distributed reduces in shared memory here, which is faster than gloo; `unisono run --process-group gloo` "
+    '(spawn: process_group="gloo") keeps gloo'
 )
 
 

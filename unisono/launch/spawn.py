@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from unisono import preemption
 from unisono.arguments import check_integer, check_names, check_type
@@ -36,18 +36,20 @@ from unisono.world import solo_world, use_world
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _FILES = 4  # that this process has open for each worker
 
 
 @overload
 def spawn(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = ...,
     nprocs: int | None = ...,
     join: Literal[True] = ...,
     daemon: bool = ...,
     **options: Unpack[SpawnOptions],
-) -> list[Any]: ...
+) -> list[T]: ...
 @overload
 def spawn(
     fn: Callable[..., Any],

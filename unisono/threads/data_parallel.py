@@ -124,6 +124,9 @@ class DataParallel:
         self.generators = [each.cpu for each in self._randomness]
         self._sources = Sources()  # for the DataLoaders that it was called with: each call is the next epoch
 
+    def __repr__(self) -> str:
+        return f"DataParallel({type(self.models[0]).__name__}, {self.devices})"
+
     def __call__(
         self,
         loop_fn: LoopFn[T],
