@@ -92,7 +92,7 @@ def train(rank: int, run: Run, directory: str) -> str:
     accelerator = Accelerator(
         seed=3, strategy=run.strategy, virtual_ranks=VIRTUAL, snapshot_every=1, project_dir=directory
     )
-    attempt = accelerator.world.restart_count
+    attempt = accelerator.world.state.groups_before
     if attempt < len(run.plans) and run.plans[attempt].rank == rank:
         _arm(run.plans[attempt], directory)
     layers = [nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 1)]

@@ -138,7 +138,25 @@ def test_lines_are_marked_as_asked(shown, run, prefix, stdout, stderr, is_kept):
     assert output.tail(1) == ["to stderr"]
 
 
-def test_several_marks_stdout_from_the_line_on_that_a_second_rank_writes(shown):
+def test_several_marks_all_lines_where_two_ranks_write_at_once(shown, monkeypatch):
+    monkeypatch.setattr("unisono.launch.watching.output._HOLD_S", 1000.0)
+    output = WorkerOutput(options.Output(prefix="several"), None, *shown.fds)
+    for rank in (0, 0, 1):
+        write(output, rank, "print('line', flush=True)")
+    output.close()
+    assert sorted(shown.stdout.splitlines()) == [b"[rank 0] line", b"[rank 0] line", b"[rank 1] line"]
+
+
+def test_several_marks_nothing_of_a_rank_that_writes_alone(shown, monkeypatch):
+    monkeypatch.setattr("unisono.launch.watching.output._HOLD_S", 1000.0)
+    output = WorkerOutput(options.Output(prefix="several"), None, *shown.fds)
+    write(output, 0, "print('line', flush=True); print('unfinished', end='')")
+    output.close()
+    assert shown.stdout == b"line\nunfinished"
+
+
+def test_several_marks_stdout_from_the_line_on_that_a_second_rank_writes(shown, monkeypatch):
+    monkeypatch.setattr("unisono.launch.watching.output._HOLD_S", 0.0)
     output = WorkerOutput(options.Output(prefix="several"), None, *shown.fds)
     write(output, 2, "")  # which ends without a line
     for rank in (0, 0, 1, 0):

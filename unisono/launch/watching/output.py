@@ -112,10 +112,36 @@ class _CallersStream:
         self.mixer = LineMixer()
         self.is_marked = False  # whether lines have got prefixes
         self.writers: set[bytes] = set()  # by their prefixes, which a restart leaves as they are
+        # What the first writer has written, while another may follow, with whom both get prefixes; then None.
+        self.first: list[tuple[_Source, bytes]] | None = []
+        self.show_at: float | None = None  # when to show that, though no other has followed
         try:
             self.fd = os.dup(descriptor)
         except OSError:  # it is closed
             self.fd = os.open(os.devnull, os.O_WRONLY)
+
+    def show(self, source: _Source, pieces: list[bytes]) -> None:
+        """Show pieces of lines."""
+        self.writers.add(source.prefix)
+        given = [(source, each) for each in pieces]
+        if self.first is not None and source.prefix and not source.is_marked_alone and len(self.writers) == 1:
+            self.first += given
+            self.show_at = self.show_at or time.monotonic() + _HOLD_S
+        else:
+            self.show_first()
+            self._mix(given)
+
+    def show_first(self) -> None:
+        """Show what waits for another writer."""
+        first, self.first, self.show_at = self.first, None, None
+        self._mix(first or [])
+
+    def _mix(self, pieces: list[tuple[_Source, bytes]]) -> None:
+        is_one = len(self.writers) == 1
+        prefixes = [b"" if is_one and not each.is_marked_alone else each.prefix for each, _ in pieces]
+        self.is_marked |= any(prefixes)
+        mixed = zip(pieces, prefixes, strict=True)
+        self.write(b"".join(self.mixer.add(source, prefix, piece) for (source, piece), prefix in mixed))
 
     def write(self, data: bytes) -> None:
         """Write everything, or nothing more once the stream is broken. Waits for who reads it."""
@@ -152,7 +178,8 @@ class _Source:
 
     def show(self, data: bytes) -> None:
         pieces = self.splitter.feed(data)
-        self._write(pieces)
+        if self.shown_on is not None and pieces:
+            self.shown_on.show(self, pieces)
         if pieces:
             self.release_at = None
         if self.splitter.held and self.release_at is None:
@@ -161,15 +188,8 @@ class _Source:
     def release(self) -> None:
         """Show what is held, though its line is unfinished."""
         self.release_at = None
-        if held := self.splitter.release():
-            self._write([held])
-
-    def _write(self, pieces: list[bytes]) -> None:
-        if self.shown_on is not None and pieces:
-            self.shown_on.writers.add(self.prefix)
-            prefix = self.prefix if self.is_marked_alone or len(self.shown_on.writers) > 1 else b""
-            self.shown_on.is_marked |= bool(prefix)
-            self.shown_on.write(b"".join(self.shown_on.mixer.add(self, prefix, each) for each in pieces))
+        if (held := self.splitter.release()) and self.shown_on is not None:
+            self.shown_on.show(self, [held])
 
     def to_save(self, data: bytes) -> bytes:
         """What the file gets of `data`, b"" at the end: of a line overwritten in place ("\\r"), its last content."""
@@ -275,6 +295,7 @@ class WorkerOutput:
         while looks and not self._is_done(selector):
             sources = [key.data for key in selector.get_map().values() if key.data is not None]
             moments = [each.release_at for each in sources if each.release_at is not None]
+            moments += [each.show_at for each in self._callers.values() if each.show_at is not None]
             moments += [] if self._deadline is None else [self._deadline]
             for key, _ in selector.select(max(0.0, min(moments) - time.monotonic()) if moments else None):
                 if key.data is None:
@@ -285,6 +306,9 @@ class WorkerOutput:
             for source in sources:
                 if source.release_at is not None and time.monotonic() >= source.release_at:
                     source.release()
+            for stream in self._callers.values():
+                if stream.show_at is not None and time.monotonic() >= stream.show_at:
+                    stream.show_first()
             looks -= self._deadline is not None and time.monotonic() >= self._deadline
 
     def _is_done(self, selector: selectors.BaseSelector) -> bool:
@@ -342,6 +366,7 @@ def _pass_on(output: WorkerOutput) -> None:
                 if key.data is not None:
                     output._end(key.data)
             for stream in output._callers.values():
+                stream.show_first()
                 if stream.is_marked:  # so that the caller's next output begins a new line
                     stream.write(stream.mixer.end_line())
                 stream.close()
