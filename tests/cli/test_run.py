@@ -223,6 +223,33 @@ def test_a_rank_that_calls_another_collective_in_a_script_for_gloo_is_named(run,
     assert re.search(r"rank 0 .*all_reduce.* while rank 1 .*broadcast", errors), errors
 
 
+CROSSED = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+from unisono.comm.shared_memory import meeting_point
+meeting_point._SAY_S = 0.1
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+message = torch.ones(1)
+if dist.get_rank() == 0:
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    dist.send(message, 1)
+    work.wait()
+else:
+    dist.recv(message, 0)
+    dist.all_reduce(torch.ones(1))
+print("went on")
+"""
+
+
+def test_a_message_behind_a_collective_that_has_only_begun_is_said_to_need_gloo(run, script):
+    name = script(CROSSED)
+    code, _, errors = run("-n", "2", "--backend", "cpu", name)
+    assert code != 0
+    assert "they wait for each other" in errors
+    code, output, errors = run("-n", "2", "--backend", "cpu", "--process-group", "gloo", "--no-prefix", name)
+    assert (code, output.split("\n")[:2]) == (0, ["went on", "went on"]), errors
+
+
 # Written for torchrun: nothing of this package in it.
 PLAIN = """
 import os, torch, torch.distributed as dist

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -37,11 +38,14 @@ _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
 # A process that dies wakes no sleeper, so a peer's lock and the deadline are checked after each nap.
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
+_SAY_S = 10.0  # how long a rank waits for one that it can send messages before it says that this may be a deadlock
 _GRACE_S = 2.0  # how long a rank that has found a difference waits for the others, to name their places
 _WORD = 2**32
 _ENDED = f"came to {END}"
 _LOOPS = 64  # more than a page of notes has
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
+
+logger = logging.getLogger(__name__)
 
 
 class MeetingPoint:
@@ -188,7 +192,7 @@ class MeetingPoint:
                 return
             os.sched_yield()
         timeout_s = self.timeout.total_seconds() if limit_s is None else limit_s
-        deadline, nap_s = time.monotonic() + timeout_s, _FIRST_NAP_S
+        deadline, say_at, nap_s = time.monotonic() + timeout_s, time.monotonic() + _SAY_S, _FIRST_NAP_S
         while True:
             # Read before the check: if the word changes after that, the futex does not sleep.
             seen = words[word]
@@ -199,6 +203,14 @@ class MeetingPoint:
                 # otherwise it left after this meeting
                 if self.is_closed or (self._absence_of(each) and not self._has_come(each)):
                     self.check_presence(each)
+            if time.monotonic() > say_at and self.is_connected(rank):
+                say_at = deadline + 1
+                logger.warning(
+                    "rank %d has waited %g s for rank %d in a collective: if rank %d waits for a message of this one, "
+                    "as from send(), they wait for each other: in shared memory, a collective with async_op=True is "
+                    "complete when it returns; `unisono run --process-group gloo` lets them go on",
+                    *(self.rank, _SAY_S, rank, rank),
+                )
             if time.monotonic() > deadline:
                 waited = f"waited {timedelta(seconds=timeout_s)} for {name_ranks(missing)}"
                 raise dist.DistNetworkError(f"{waited}, which is the timeout of the call")
