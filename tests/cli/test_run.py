@@ -179,11 +179,11 @@ def test_torchruns_line_for_one_machine_runs_and_each_run_has_an_id_of_its_own(r
 
 
 def test_gloo_can_be_asked_for(run, script):
-    name = script("import torch.distributed as dist\nprint(dist.get_backend())")
+    name = script("import torch.distributed as dist\nprint(type(dist.group.WORLD).__name__, dist.get_backend())")
     given = ["-n", "2", "--backend", "cpu", "--no-prefix"]
-    for options, group in (([], "shm"), (["--process-group", "gloo"], "gloo")):
+    for options, group in (([], "SharedMemoryGroup"), (["--process-group", "gloo"], "ProcessGroup")):
         code, output, errors = run(*given, *options, name)
-        assert (code, output.split()) == (0, [group, group]), errors
+        assert (code, output.split()) == (0, [group, "gloo"] * 2), errors
     code, _, errors = run(*given, "--process-group", "mpi", name)
     assert code == 2
     assert "process_group='mpi' does not exist; pass 'gloo'" in errors
@@ -192,7 +192,7 @@ def test_gloo_can_be_asked_for(run, script):
 @pytest.mark.parametrize(
     ("asked", "names"),
     [
-        ("", ("shm", "undefined")),
+        ("", ("gloo", "undefined")),
         ("'gloo'", ("gloo", "gloo")),
         ("'cpu:gloo'", ("cpu:gloo", "cpu:gloo")),
     ],  # shared, and not

@@ -98,12 +98,12 @@ class Snapshots:
     def __init__(
         self, steps: Steps, every: int, kept: int, count: Callable[[], int], describe: Callable[[], Described]
     ) -> None:
-        self._steps, self.every, self._kept, self._count, self._describe = steps, every, kept, count, describe
-        self._world = world = steps.world
-        self._file, self._attempt = _open_memory(world), world.state.groups_before
         self._slots = kept + 1
         if self._slots + 1 > SLOTS:  # one more with copies on the next machine
             raise ValueError(f"snapshots={kept} are too many for the memory's slots; pass at most {SLOTS - 2}")
+        self._steps, self.every, self._kept, self._count, self._describe = steps, every, kept, count, describe
+        self._world = world = steps.world
+        self._file, self._attempt = _open_memory(world), world.state.groups_before
         self._writer = self._write_into()
         self._thread = threading.get_ident()
         self._number = 0

@@ -3,7 +3,7 @@
 Code written for torchrun, or for torch's own `spawn`, gets the group that it asks for, with its own backend, timeout
 and options, in place of ours: the ranks meet in the store that they share, and no port is opened. A script that first
 checks `is_initialized()` finds our group; one that names a device family as its backend gets ours. Where ours shares
-memory, so does that of a script that asks for gloo, or for nothing; the script sees the name that it has asked for.
+memory, so does that of a script that asks for gloo, or for nothing; scripts see the name that they know.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def let_scripts_initialise() -> None:
     for name in _CREATE:
         if original := getattr(dist, name, None):
             _replace(name, functools.partial(_create_counted, original))
-    names = dict[str, Any]()  # what groups are called for the script
+    names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what groups are called for scripts
     _replace("get_backend", functools.partial(_called, dist.get_backend, names))
     _replace("destroy_process_group", functools.partial(_destroy_counted, dist.destroy_process_group))
     # Weak: a reference would keep the group alive after the script has destroyed it.
@@ -62,7 +62,7 @@ def let_scripts_initialise() -> None:
                 return
             asked |= {"backend": backend, "init_method": None}
         elif backend == f"{HOST.type}:{NAME}" and _is_of_gloo(asked):
-            names[NAME] = dist.Backend(asked.get("backend") or NAME)
+            names[NAME] = dist.Backend(asked.get("backend") or dist.Backend.GLOO)
             asked["backend"] = NAME
         is_met_in_store = asked.get("store") is None and asked.get("init_method") in _OURS
         if is_met_in_store:
