@@ -1,0 +1,295 @@
+"""Loops that do not use this package: torch's DataLoader, model and optimizer, also those in the loops of a library.
+
+Where a run is recorded, functions of torch are wrapped, so that the track of such a loop has the phases that loops over
+loaders of this package have:
+
+    fetch      `DataLoader.__iter__`, and `next()` of its iterators
+    forward    `DistributedDataParallel.forward`; while gradients are off, it is "evaluate"
+    backward   `torch.autograd.backward`
+    reduce     the collectives of torch.distributed, and those of DDP's reducer in a group of shared memory
+    step       `Optimizer.step`, by torch's hooks
+    compute    the rest between two batches; without a DataLoader, the rest from the first pass on
+
+*Threads:* that which has called `observe_plain_loops`; in others the wrapped functions only call torch's.
+
+Invariants:
+
+1. Nothing here changes a result, or raises. After an error of its own, it observes no longer.
+2. What is on the track already is not observed: a loop over a loader of this package, and what a prepared object does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from unisono.comm.shared_memory.process_group import SharedMemoryGroup
+from unisono.launch.script_group import replace_function
+from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, REDUCE, STEP, Track, Waits
+from unisono.tree import batch_size, nbytes
+from unisono.world import World
+
+logger = logging.getLogger(__name__)
+
+_BODY = (None, COMPUTE, EVALUATE)
+_INTERRUPTED: dict[str, tuple[str | None, ...]] = {  # by each phase; never "step", whose spans are counted as steps
+    FETCH: _BODY,
+    FORWARD: _BODY,
+    EVALUATE: (None, COMPUTE),
+    BACKWARD: (*_BODY, FORWARD),
+    REDUCE: (FETCH, COMPUTE, EVALUATE, FORWARD, BACKWARD),  # outside loops, ranks meet to begin, for example
+    STEP: (*_BODY, FORWARD),
+}
+_OF_REDUCER = ("allreduce", "broadcast")  # which it calls itself, of a group
+_COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_gather_object", "gather", "gather_object"),
+    *("broadcast", "broadcast_object_list", "scatter", "scatter_object_list", "all_to_all", "all_to_all_single"),
+    *("barrier", "monitored_barrier"),
+)
+
+
+def observe_plain_loops(world: World) -> None:
+    """Observe the loops of this thread, until its process ends."""
+    try:
+        loops = PlainLoops(world)
+        loops.wrap_torch()
+    except Exception as error:  # a version of torch that lacks a name
+        logger.warning("loops over torch's own DataLoader are not recorded: %s", error)
+
+
+class _Loop(NamedTuple):
+    iterator: weakref.ref[Any]
+    before: str | None  # the phase around it
+
+
+_Entered = tuple[Track, str | None]  # with the phase before
+
+
+class PlainLoops:
+    """What is known of the loops of the thread that creates it."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._thread = world, threading.get_ident()
+        self._is_off = False
+        self._loops: list[_Loop] = []  # those that are open, the innermost last
+        self._is_fed = False  # whether a DataLoader has delivered a batch while gradients were on
+        self._stepping: Optimizer | None = None
+        self._before_step: str | None = None
+        self._has_closure = False  # the step's
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since the last step that was counted
+        self._steps = 0  # that were counted
+
+    def wrap_torch(self) -> None:
+        from unisono.torch_private import LoaderIterator
+
+        kinds: tuple[tuple[Any, str, str], ...] = (
+            (DataLoader, "__iter__", FETCH),
+            (DistributedDataParallel, "forward", FORWARD),
+            (torch.autograd, "backward", BACKWARD),
+            *((SharedMemoryGroup, name, REDUCE) for name in _OF_REDUCER),
+        )
+        for owner, name, phase in kinds:
+            setattr(owner, name, self._in_phase(phase, getattr(owner, name)))
+        LoaderIterator.__next__ = self._receiving(LoaderIterator.__next__)
+        for name in _COLLECTIVES:
+            if original := getattr(dist, name, None):
+                replace_function(name, self._in_phase(REDUCE, original))
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
+
+    def _in_phase(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        enter, leave = self._enter, self._leave
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            entered = enter(phase)
+            if entered is None:
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                leave(entered)
+
+        return call
+
+    def _receiving(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(original)
+        def __next__(iterator: Any) -> Any:  # noqa: N807
+            entered = self._enter(FETCH)
+            if entered is None:
+                return original(iterator)
+            self._begin_loop(iterator, entered)
+            try:
+                batch = original(iterator)
+            except BaseException:
+                self._end_loop(iterator, entered)
+                raise
+            self._note_batch(entered, batch)
+            return batch
+
+        return __next__
+
+    def _enter(self, phase: str, into: str | None = None) -> _Entered | None:
+        """Enter the phase, or another `into` which it begins; None if what is called now is not to be observed."""
+        if torch.compiler.is_dynamo_compiling() or self._is_off or threading.get_ident() != self._thread:
+            return None
+        try:
+            track = self._world.timeline.loop()
+            if track.innermost is not None:
+                return None
+            if track.phase == STEP and phase in (FETCH, FORWARD, BACKWARD):
+                self._give_up_step(track, phase)
+            if phase == FORWARD and not torch.is_grad_enabled():
+                phase = EVALUATE
+            if track.phase not in _INTERRUPTED[phase] or (track.phase is None and self._has_own_loops()):
+                return None
+            return track, track.switch(into or phase)
+        except Exception as error:
+            self._end(error)
+            return None
+
+    def _leave(self, entered: _Entered) -> None:
+        track, before = entered
+        try:
+            phase, began = track.phase, track.since
+            if phase == BACKWARD and self._has_closure:
+                track.switch(STEP)
+            else:
+                track.switch(self._phase_after(phase, before))
+            if phase == FETCH:
+                track.count_wait(Waits(track.since - began, 0, 0))
+        except Exception as error:
+            self._end(error)
+
+    def _phase_after(self, phase: str | None, before: str | None) -> str | None:
+        """The first pass or step outside of any loop begins one that has no DataLoader, and no known end."""
+        is_training = phase in (FORWARD, BACKWARD, STEP)
+        return COMPUTE if before is None and is_training and not self._is_fed else before
+
+    def _has_own_loops(self) -> bool:
+        """Whether the script loops over loaders of this package, whose numbers have nothing added."""
+        return bool(self._world.state.deliveries.recent())
+
+    def _end(self, error: Exception) -> None:
+        self._is_off = True
+        logger.warning("the phases of this rank's loops are not recorded from here on: %s", error)
+
+    # Loops over a DataLoader.
+
+    def _begin_loop(self, iterator: Any, entered: _Entered) -> None:
+        """Note the loop, if this is its first batch; those within it that were left have ended."""
+        loops = self._loops
+        if loops and loops[-1].iterator() is iterator:
+            return
+        found = self._place_of(iterator)
+        if found is None:
+            loops.append(_Loop(weakref.ref(iterator, self._drop_loop), entered[1]))
+        else:
+            del loops[found + 1 :]
+
+    def _place_of(self, iterator: Any) -> int | None:
+        return next((place for place, loop in enumerate(self._loops) if loop.iterator() is iterator), None)
+
+    def _note_batch(self, entered: _Entered, batch: Any) -> None:
+        track, _ = entered
+        try:
+            began, is_training = track.since, torch.is_grad_enabled()
+            track.switch(COMPUTE if is_training else EVALUATE)
+            track.count_wait(Waits(track.since - began, 0, 0))
+            # Not "batches": they tell that ranks share a loader's.
+            track.counts["samples"] += batch_size(batch) or 0
+            track.counts["bytes"] += nbytes(batch)
+            if is_training:
+                self._stepped.clear()
+                if not self._is_fed:
+                    self._is_fed = True
+                    self._loops[0] = self._loops[0]._replace(before=None)  # what was before it was no loop
+        except Exception as error:
+            self._end(error)
+
+    def _end_loop(self, iterator: Any, entered: _Entered) -> None:
+        """The loop has passed its last batch, or failed."""
+        track, before = entered
+        try:
+            found = self._place_of(iterator)
+            if found is not None:
+                before = self._loops[found].before
+                del self._loops[found:]
+            began = track.since
+            track.switch(before)
+            track.count_wait(Waits(track.since - began, 0, 0))
+        except Exception as error:
+            self._end(error)
+
+    def _drop_loop(self, iterator: weakref.ref[Any]) -> None:
+        """A loop was left early, as its iterator shows, which the garbage collector may drop in any thread."""
+        if threading.get_ident() != self._thread:
+            return
+        found = next((place for place, loop in enumerate(self._loops) if loop.iterator is iterator), None)
+        if found is None:
+            return
+        before = self._loops[found].before
+        del self._loops[found:]
+        track = self._world.timeline.loop()
+        if track.innermost is None and track.phase in (COMPUTE, EVALUATE):
+            track.switch(before)
+
+    # Steps.
+
+    def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_counted_elsewhere():
+            return
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        entered = self._enter(STEP, COMPUTE if has_closure else STEP)
+        if entered is not None:
+            self._stepping, self._before_step, self._has_closure = optimizer, entered[1], has_closure
+
+    def _after_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stepping is not optimizer or threading.get_ident() != self._thread:
+            return
+        self._stepping, self._has_closure = None, False
+        try:
+            timeline = self._world.timeline
+            track = timeline.loop()
+            track.switch(self._phase_after(STEP, self._before_step))
+            is_first = not self._stepped or optimizer in self._stepped
+            if is_first:
+                self._stepped.clear()
+            self._stepped.add(optimizer)
+            if is_first:
+                self._steps += 1
+                track.counts["steps"] += 1
+                if timeline.at_step is not None:
+                    timeline.at_step(track.counts["steps"], None)
+        except Exception as error:
+            self._end(error)
+
+    def _is_counted_elsewhere(self) -> bool:
+        """Whether steps of an optimizer of this package are counted: then only these count."""
+        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
+            return True
+        counts = self._world.timeline.loop().counts
+        if counts["steps"] == self._steps:
+            return False
+        counts["steps"] -= self._steps
+        self._steps = 0
+        return True
+
+    def _give_up_step(self, track: Track, phase: str) -> None:
+        """Leave a step of which no end was seen, since it has raised."""
+        is_within_closure = self._has_closure and phase != FETCH
+        if self._stepping is not None and not is_within_closure:
+            self._stepping, self._has_closure = None, False
+            track.switch(COMPUTE)
