@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.launch.script_group import replace_function
 from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, REDUCE, STEP, Track, Waits
-from unisono.tree import batch_size, nbytes
+from unisono.tree import batch_size, flat_tensors, nbytes
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -209,8 +209,9 @@ class PlainLoops:
             track.switch(COMPUTE if is_training else EVALUATE)
             track.count_wait(Waits(track.since - began, 0, 0))
             # Not "batches": they tell that ranks share a loader's.
-            track.counts["samples"] += batch_size(batch) or 0
-            track.counts["bytes"] += nbytes(batch)
+            samples, size = _measure(batch)
+            track.counts["samples"] += samples
+            track.counts["bytes"] += size
             if is_training:
                 self._stepped.clear()
                 if not self._is_fed:
@@ -233,9 +234,9 @@ class PlainLoops:
         except Exception as error:
             self._end(error)
 
-    def _drop_loop(self, iterator: weakref.ref[Any]) -> None:
+    def _drop_loop(self, iterator: weakref.ref[Any], thread: Callable[[], int] = threading.get_ident) -> None:
         """A loop was left early, as its iterator shows, which the garbage collector may drop in any thread."""
-        if threading.get_ident() != self._thread:
+        if thread() != self._thread:  # no global name: at the interpreter's exit, modules may be gone
             return
         found = next((place for place, loop in enumerate(self._loops) if loop.iterator is iterator), None)
         if found is None:
@@ -293,3 +294,12 @@ class PlainLoops:
         if self._stepping is not None and not is_within_closure:
             self._stepping, self._has_closure = None, False
             track.switch(COMPUTE)
+
+
+def _measure(batch: Any) -> tuple[int, int]:
+    """The samples and the bytes of a batch; fast for the most common ones."""
+    held = flat_tensors(batch)
+    if not held:
+        return batch_size(batch) or 0, nbytes(batch)
+    first = next(iter(held))
+    return len(first) if first.ndim else 0, sum([each.nbytes for each in held])
