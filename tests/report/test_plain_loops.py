@@ -309,6 +309,26 @@ def test_a_loop_that_is_left_has_ended_and_one_within_it_returns_to_it(tmp_path:
     assert run(tmp_path, program) == [expected]
 
 
+def test_a_loop_that_turns_gradients_off_for_each_batch_is_evaluating_from_the_second_on(tmp_path: Path) -> None:
+    def program() -> list[str | None]:
+        model, optimizer = parts()
+        track = current_world().timeline.loop()
+        train(model, optimizer, batches(3))
+        seen = []
+        for x in batches(3):
+            seen.append(track.current)
+            with torch.no_grad():
+                model(x)
+        for x in batches(3):
+            seen.append(track.current)
+            model(x).mean().backward()
+            optimizer.step(None)
+        return seen
+
+    assert run(tmp_path, program) == [[COMPUTE, EVALUATE, EVALUATE, COMPUTE, COMPUTE, COMPUTE]]
+    assert len(read_run(tmp_path).ranks[0].steps()) == 6
+
+
 class Failing(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         if not self.state:
@@ -429,18 +449,18 @@ def test_a_loop_of_this_package_has_the_phases_that_it_has_without_the_wrapped_f
 
 
 def test_an_error_of_the_observer_ends_no_run(tmp_path: Path) -> None:
-    def program() -> tuple[int, list[float]]:
+    def program() -> tuple[int, bool]:
         world = current_world()
-        broken = [0]
+        failed = []
 
         def at_step(number: int, done: int | None) -> None:
-            broken[0] += 1
+            failed.append(number)
             raise RuntimeError("of the observer")
 
         world.timeline.at_step = at_step
         model, optimizer = parts()
+        before = model.weight.tolist()
         train(model, optimizer, batches())
-        return broken[0], optimizer.param_groups[0]["params"][0].tolist()
+        return len(failed), model.weight.tolist() != before
 
-    ((broken, _),) = run(tmp_path, program)
-    assert broken == 1
+    assert run(tmp_path, program) == [(1, True)]

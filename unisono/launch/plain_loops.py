@@ -25,7 +25,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,9 +70,18 @@ def observe_plain_loops(world: World) -> None:
         logger.warning("loops over torch's own DataLoader are not recorded: %s", error)
 
 
-class _Loop(NamedTuple):
+@dataclass(eq=False)
+class _Loop:
+    """One over a DataLoader.
+
+    Attributes:
+        before: the phase around it.
+        passes: the number of passes with gradients at its last batch; None before any.
+    """
+
     iterator: weakref.ref[Any]
-    before: str | None  # the phase around it
+    before: str | None
+    passes: int | None = None
 
 
 _Entered = tuple[Track, str | None]  # with the phase before
@@ -85,6 +95,7 @@ class PlainLoops:
         self._is_off = False
         self._loops: list[_Loop] = []  # those that are open, the innermost last
         self._is_fed = False  # whether a DataLoader has delivered a batch while gradients were on
+        self._passes = 0  # with gradients
         self._stepping: Optimizer | None = None
         self._before_step: str | None = None
         self._has_closure = False  # the step's
@@ -130,13 +141,13 @@ class PlainLoops:
             entered = self._enter(FETCH)
             if entered is None:
                 return original(iterator)
-            self._begin_loop(iterator, entered)
+            loop = self._begin_loop(iterator, entered)
             try:
                 batch = original(iterator)
             except BaseException:
-                self._end_loop(iterator, entered)
+                self._end_loop(loop, entered)
                 raise
-            self._note_batch(entered, batch)
+            self._note_batch(loop, entered, batch)
             return batch
 
         return __next__
@@ -155,6 +166,7 @@ class PlainLoops:
                 phase = EVALUATE
             if track.phase not in _INTERRUPTED[phase] or (track.phase is None and self._has_own_loops()):
                 return None
+            self._passes += phase in (FORWARD, BACKWARD)
             return track, track.switch(into or phase)
         except Exception as error:
             self._end(error)
@@ -175,8 +187,9 @@ class PlainLoops:
 
     def _phase_after(self, phase: str | None, before: str | None) -> str | None:
         """The first pass or step outside of any loop begins one that has no DataLoader, and no known end."""
-        is_training = phase in (FORWARD, BACKWARD, STEP)
-        return COMPUTE if before is None and is_training and not self._is_fed else before
+        if phase not in (FORWARD, BACKWARD, STEP):
+            return before
+        return COMPUTE if before == EVALUATE or (before is None and not self._is_fed) else before
 
     def _has_own_loops(self) -> bool:
         """Whether the script loops over loaders of this package, whose numbers have nothing added."""
@@ -188,24 +201,28 @@ class PlainLoops:
 
     # Loops over a DataLoader.
 
-    def _begin_loop(self, iterator: Any, entered: _Entered) -> None:
-        """Note the loop, if this is its first batch; those within it that were left have ended."""
+    def _begin_loop(self, iterator: Any, entered: _Entered) -> _Loop:
+        """The loop, which is new if this is its first batch; those within it that were left have ended."""
         loops = self._loops
-        if loops and loops[-1].iterator() is iterator:
-            return
         found = self._place_of(iterator)
         if found is None:
             loops.append(_Loop(weakref.ref(iterator, self._drop_loop), entered[1]))
         else:
             del loops[found + 1 :]
+        return loops[-1]
 
     def _place_of(self, iterator: Any) -> int | None:
-        return next((place for place, loop in enumerate(self._loops) if loop.iterator() is iterator), None)
+        for place, loop in enumerate(self._loops):
+            if loop.iterator() is iterator:
+                return place
+        return None
 
-    def _note_batch(self, entered: _Entered, batch: Any) -> None:
+    def _note_batch(self, loop: _Loop, entered: _Entered, batch: Any) -> None:
         track, _ = entered
         try:
-            began, is_training = track.since, torch.is_grad_enabled()
+            # Loops that evaluate may turn gradients off for each batch: with no pass on the one before, this is one.
+            began, is_training = track.since, torch.is_grad_enabled() and loop.passes != self._passes
+            loop.passes = self._passes
             track.switch(COMPUTE if is_training else EVALUATE)
             track.count_wait(Waits(track.since - began, 0, 0))
             # Not "batches": they tell that ranks share a loader's.
@@ -216,20 +233,18 @@ class PlainLoops:
                 self._stepped.clear()
                 if not self._is_fed:
                     self._is_fed = True
-                    self._loops[0] = self._loops[0]._replace(before=None)  # what was before it was no loop
+                    self._loops[0].before = None  # what was before it was no loop
         except Exception as error:
             self._end(error)
 
-    def _end_loop(self, iterator: Any, entered: _Entered) -> None:
+    def _end_loop(self, loop: _Loop, entered: _Entered) -> None:
         """The loop has passed its last batch, or failed."""
-        track, before = entered
+        track, _ = entered
         try:
-            found = self._place_of(iterator)
-            if found is not None:
-                before = self._loops[found].before
-                del self._loops[found:]
+            if loop in self._loops:
+                del self._loops[self._loops.index(loop) :]
             began = track.since
-            track.switch(before)
+            track.switch(loop.before)
             track.count_wait(Waits(track.since - began, 0, 0))
         except Exception as error:
             self._end(error)
@@ -238,21 +253,20 @@ class PlainLoops:
         """A loop was left early, as its iterator shows, which the garbage collector may drop in any thread."""
         if thread() != self._thread:  # no global name: at the interpreter's exit, modules may be gone
             return
-        found = next((place for place, loop in enumerate(self._loops) if loop.iterator is iterator), None)
+        found = next((loop for loop in self._loops if loop.iterator is iterator), None)
         if found is None:
             return
-        before = self._loops[found].before
-        del self._loops[found:]
+        del self._loops[self._loops.index(found) :]
         track = self._world.timeline.loop()
         if track.innermost is None and track.phase in (COMPUTE, EVALUATE):
-            track.switch(before)
+            track.switch(found.before)
 
     # Steps.
 
     def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_counted_elsewhere():
             return
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        has_closure = any(each is not None for each in (*args[1:], kwargs.get("closure")))
         entered = self._enter(STEP, COMPUTE if has_closure else STEP)
         if entered is not None:
             self._stepping, self._before_step, self._has_closure = optimizer, entered[1], has_closure
