@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -91,7 +92,8 @@ class PlainLoops:
     """What is known of the loops of the thread that creates it."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._thread = world, threading.get_ident()
+        self._world, self._thread = world, get_ident()
+        self._track: Track | None = None
         self._is_off = False
         self._loops: list[_Loop] = []  # those that are open, the innermost last
         self._is_fed = False  # whether a DataLoader has delivered a batch while gradients were on
@@ -99,7 +101,7 @@ class PlainLoops:
         self._stepping: Optimizer | None = None
         self._before_step: str | None = None
         self._has_closure = False  # the step's
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since the last step that was counted
+        self._stepped: set[weakref.ref[Optimizer]] = set()  # since the last step that was counted
         self._steps = 0  # that were counted
 
     def wrap_torch(self) -> None:
@@ -154,10 +156,10 @@ class PlainLoops:
 
     def _enter(self, phase: str, into: str | None = None) -> _Entered | None:
         """Enter the phase, or another `into` which it begins; None if what is called now is not to be observed."""
-        if torch.compiler.is_dynamo_compiling() or self._is_off or threading.get_ident() != self._thread:
+        if is_dynamo_compiling() or self._is_off or get_ident() != self._thread:
             return None
         try:
-            track = self._world.timeline.loop()
+            track = self._track or self._find_track()
             if track.innermost is not None:
                 return None
             if track.phase == STEP and phase in (FETCH, FORWARD, BACKWARD):
@@ -166,7 +168,8 @@ class PlainLoops:
                 phase = EVALUATE
             if track.phase not in _INTERRUPTED[phase] or (track.phase is None and self._has_own_loops()):
                 return None
-            self._passes += phase in (FORWARD, BACKWARD)
+            if phase in (FORWARD, BACKWARD):
+                self._passes += 1
             return track, track.switch(into or phase)
         except Exception as error:
             self._end(error)
@@ -177,9 +180,10 @@ class PlainLoops:
         try:
             phase, began = track.phase, track.since
             if phase == BACKWARD and self._has_closure:
-                track.switch(STEP)
-            else:
-                track.switch(self._phase_after(phase, before))
+                before = STEP
+            elif before != COMPUTE:
+                before = self._phase_after(phase, before)
+            track.switch(before)
             if phase == FETCH:
                 track.count_wait(Waits(track.since - began, 0, 0))
         except Exception as error:
@@ -190,6 +194,11 @@ class PlainLoops:
         if phase not in (FORWARD, BACKWARD, STEP):
             return before
         return COMPUTE if before == EVALUATE or (before is None and not self._is_fed) else before
+
+    def _find_track(self) -> Track:
+        """Only once it is needed: a script without such loops has no track."""
+        self._track = self._world.timeline.loop()
+        return self._track
 
     def _has_own_loops(self) -> bool:
         """Whether the script loops over loaders of this package, whose numbers have nothing added."""
@@ -204,6 +213,8 @@ class PlainLoops:
     def _begin_loop(self, iterator: Any, entered: _Entered) -> _Loop:
         """The loop, which is new if this is its first batch; those within it that were left have ended."""
         loops = self._loops
+        if loops and loops[-1].iterator() is iterator:
+            return loops[-1]
         found = self._place_of(iterator)
         if found is None:
             loops.append(_Loop(weakref.ref(iterator, self._drop_loop), entered[1]))
@@ -249,7 +260,7 @@ class PlainLoops:
         except Exception as error:
             self._end(error)
 
-    def _drop_loop(self, iterator: weakref.ref[Any], thread: Callable[[], int] = threading.get_ident) -> None:
+    def _drop_loop(self, iterator: weakref.ref[Any], thread: Callable[[], int] = get_ident) -> None:
         """A loop was left early, as its iterator shows, which the garbage collector may drop in any thread."""
         if thread() != self._thread:  # no global name: at the interpreter's exit, modules may be gone
             return
@@ -272,17 +283,18 @@ class PlainLoops:
             self._stepping, self._before_step, self._has_closure = optimizer, entered[1], has_closure
 
     def _after_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stepping is not optimizer or threading.get_ident() != self._thread:
+        if self._stepping is not optimizer or get_ident() != self._thread:
             return
         self._stepping, self._has_closure = None, False
         try:
             timeline = self._world.timeline
-            track = timeline.loop()
+            track = self._track or self._find_track()
             track.switch(self._phase_after(STEP, self._before_step))
-            is_first = not self._stepped or optimizer in self._stepped
+            own, stepped = weakref.ref(optimizer), self._stepped
+            is_first = not stepped or own in stepped or not any(each() for each in stepped)
             if is_first:
-                self._stepped.clear()
-            self._stepped.add(optimizer)
+                stepped.clear()
+            stepped.add(own)
             if is_first:
                 self._steps += 1
                 track.counts["steps"] += 1
@@ -293,9 +305,9 @@ class PlainLoops:
 
     def _is_counted_elsewhere(self) -> bool:
         """Whether steps of an optimizer of this package are counted: then only these count."""
-        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
+        if is_dynamo_compiling() or get_ident() != self._thread:
             return True
-        counts = self._world.timeline.loop().counts
+        counts = (self._track or self._find_track()).counts
         if counts["steps"] == self._steps:
             return False
         counts["steps"] -= self._steps
