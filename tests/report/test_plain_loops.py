@@ -93,7 +93,7 @@ def test_a_script_for_torchrun_has_the_phases_of_a_loop_of_this_package(tmp_path
         # Four loops, each with a call of iter() before it; within them, no time is left out.
         assert sum(first.stop < second.start - 5_000 for first, second in itertools.pairwise(spans)) <= 8
         took = float(told(output, "took")[each.rank])
-        assert 0.8 * took < each.summary.loop_seconds <= took
+        assert 0.6 * took < each.summary.loop_seconds <= took
     assert main(["report", str(tmp_path / "logs")]) == main(["top", "--once", str(tmp_path / "logs")]) == 0
     assert "forward" in capsys.readouterr().out
     assert f"  {STEPS}  " in "\n".join(describe(found))
