@@ -116,6 +116,7 @@ NAMES = {  # ours: (torch's, what we do by it)
         "torch.utils.data._utils.signal_handling._remove_worker_pids",
         "notices dead loader workers",
     ),
+    "LoaderIterator": ("torch.utils.data.dataloader._BaseDataLoaderIter", "sees plain loops wait for data"),
     "LOADER_ITERATOR": ("torch.utils.data.DataLoader._iterator", "replaces dead loader workers"),
     "WORKER_PIDS_SET": (f"{_ITERATOR}._worker_pids_set", "notices dead loader workers itself"),
     "TRY_GET_DATA": (f"{_ITERATOR}._try_get_data", "limits the wait for a loader worker"),

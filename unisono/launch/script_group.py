@@ -45,10 +45,10 @@ def let_scripts_initialise() -> None:
     count_group(dist.group.WORLD)
     for name in _CREATE:
         if original := getattr(dist, name, None):
-            _replace(name, functools.partial(_create_counted, original))
+            replace_function(name, functools.partial(_create_counted, original))
     names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what groups are called for scripts
-    _replace("get_backend", functools.partial(_called, dist.get_backend, names))
-    _replace("destroy_process_group", functools.partial(_destroy_counted, dist.destroy_process_group))
+    replace_function("get_backend", functools.partial(_called, dist.get_backend, names))
+    replace_function("destroy_process_group", functools.partial(_destroy_counted, dist.destroy_process_group))
     # Weak: a reference would keep the group alive after the script has destroyed it.
     ours = weakref.ref(dist.group.WORLD)
     store = default_store()
@@ -107,7 +107,7 @@ def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], Non
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         initialise(original, signature.bind(*args, **kwargs).arguments)
 
-    _replace("init_process_group", init_process_group)
+    replace_function("init_process_group", init_process_group)
 
 
 def _check(group: Any) -> None:
@@ -128,7 +128,7 @@ def _destroy_counted(original: Callable[..., None], group: Any = None) -> None:
     original(group)
 
 
-def _replace(name: str, function: Callable[..., Any]) -> None:
+def replace_function(name: str, function: Callable[..., Any]) -> None:
     """Let all of torch call `function` in place of its own function of that name."""
     original = getattr(dist, name)
     function = functools.update_wrapper(function, original)

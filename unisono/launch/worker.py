@@ -43,6 +43,7 @@ from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import SOCKETS, Caller, Job, read_job
 from unisono.launch.messages import add_limit_note
+from unisono.launch.plain_loops import observe_plain_loops
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import Kind, Reporter, beating, count_of
 from unisono.launch.script_group import let_scripts_initialise
@@ -100,6 +101,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         world.timeline.at_step, world.timeline.at_load = partial(_note_step, own), own.load
         if job.records:
             recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank), own)
+            observe_plain_loops(world)
         with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
             outcome = Outcome.capture(_call_fn, job, world, reporter)
             # Inside the block, so threads that `fn` has left running still count as progress.
