@@ -228,6 +228,42 @@ def test_a_script_for_torchrun_runs_unchanged(run_apart, num_workers):
     assert output.count("trying to initialize the default process group twice") == num_workers
 
 
+NAMES_DEVICES = """
+import os, pickle, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = int(os.environ["LOCAL_RANK"])
+class Replicated(DistributedDataParallel):
+    def __init__(self, module, device_ids):
+        super().__init__(module, device_ids)
+for devices in ([torch.device("cpu")], ["cpu"], [0], [rank], (rank,)):
+    for kind in (DistributedDataParallel, Replicated):
+        model = kind(torch.nn.Linear(1, 1, bias=False), device_ids=devices)
+        model(torch.full((1, 1), float(rank + 1))).sum().backward()
+        assert type(model) is kind and model.module.weight.grad.item() == sum(range(1, dist.get_world_size() + 1)) / 2
+model = DistributedDataParallel(torch.nn.Linear(1, 1), [rank], rank)
+assert isinstance(pickle.loads(pickle.dumps(model)), DistributedDataParallel)
+for options in ({"device_ids": ["cuda:0"]}, {"device_ids": [0, 1]}):
+    try:
+        DistributedDataParallel(torch.nn.Linear(1, 1), **options)
+    except ValueError as error:
+        print("refused", options, error)
+"""
+
+
+def test_a_device_that_a_script_for_torchrun_names_for_a_model_on_the_cpu_is_left_out(run_apart):
+    code, output, errors = run_apart(NAMES_DEVICES, "-n", "2", "--no-prefix")
+    assert code == 0, errors
+    assert errors.count("device_ids and output_device are left out") == 1
+    assert output.count("only work with single-device") == output.count("contain a single element") == 2
+
+
+def test_a_single_worker_leaves_that_device_out_too(run_apart):
+    body = NAMES_DEVICES.replace("/ 2", "/ 1")
+    code, _, errors = run_apart(body, "-n", "1")
+    assert (code, errors.count("device_ids and output_device are left out")) == (0, 1), errors
+
+
 WATCHED = """
 import threading, torch, torch.distributed as dist, unisono
 comm, is_over, seen = unisono.current_world().comm, threading.Event(), []
