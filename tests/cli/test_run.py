@@ -92,6 +92,34 @@ def test_a_module_runs_as_python_m_runs_it(run, script, tmp_path):
     assert sorted(output.splitlines()) == [f"{rank} __main__ package.train {argv}" for rank in range(2)]
 
 
+def test_modules_to_preload_are_imported_once_for_all_workers(run_apart, tmp_path):
+    (tmp_path / "beside.py").write_text("import os\nopen('imports', 'a').write(f'{os.getpid()}\\n')\n")
+    text = "import sys, os, beside, json\nprint(os.getppid())"
+    code, output, errors = run_apart(text, "-n", "2", "--no-prefix", "--preload", "beside,json.tool")
+    assert code == 0, errors
+    [importer] = (tmp_path / "imports").read_text().split()
+    assert output.split() == [importer, importer], "the process that the workers are forked from"
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        ("json,no_such", [], "'no_such': there is no module 'no_such' here or in the import path"),
+        ("no_such.part", [], "'no_such.part': there is no module 'no_such' here or in the import path"),
+        ("__main__", [], "there is no module '__main__'"),
+        ("json,", [], "'' is not the name of a module; write names as in torch,transformers"),
+        ("json tool", [], "'json tool' is not the name of a module"),
+        ("json", ["--start-method", "spawn"], "--preload needs the start method zygote"),
+        ("json", ["--start-method", "fork"], "start_method='fork' does not exist"),
+    ],
+)
+def test_what_cannot_be_preloaded_is_refused_before_anything_runs(run, script, names, options, message):
+    name = script("print('it runs')")
+    code, output, errors = run("-n", "2", "--backend", "cpu", "--preload", names, *options, name)
+    assert (code, output) == (2, "")
+    assert message in errors
+
+
 POD = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
 
 

@@ -14,7 +14,7 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +49,26 @@ def check_target(target: Target) -> None:
             raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}; -m runs a module")
         return
     _set_first_path(os.getcwd())
-    package = target.name.partition(".")[0]  # the part that can be looked up without importing anything
-    if importlib.util.find_spec(package) is None:
+    _find_module(target.name)
+
+
+def check_preload(target: Target, names: Iterable[str]) -> None:
+    """Check that modules which the workers share can be imported as the target could, without importing any.
+    ModuleNotFoundError: there is none of such a name."""
+    _set_first_path(_directory_of(target))
+    for name in names:
+        _find_module(name)
+
+
+def _find_module(name: str) -> None:
+    package = name.partition(".")[0]  # the part that can be looked up without importing anything
+    try:
+        is_there = importlib.util.find_spec(package) is not None
+    except ValueError:  # `__main__` was imported from no file
+        is_there = False
+    if not is_there:
         raise ModuleNotFoundError(
-            f"{target.name!r}: there is no module {package!r} here or in the import path; name it as in an import"
+            f"{name!r}: there is no module {package!r} here or in the import path; name it as in an import"
         )
 
 
@@ -86,7 +102,7 @@ def run_target(target: Target) -> None:
 
 
 def _call_target(target: Target) -> None:
-    _set_first_path(os.getcwd() if target.is_module else os.path.dirname(os.path.abspath(target.name)))
+    _set_first_path(_directory_of(target))
     if target.is_module:
         # `alter_sys` makes the module the `__main__` of `sys.modules`, as `python -m` does.
         runpy.run_module(target.name, run_name="__main__", alter_sys=True)
@@ -194,6 +210,11 @@ def _place_of(world: World, variables: Mapping[str, str] | None = None) -> RankP
         port=int(variables.get("MASTER_PORT", 0)),
         restart_count=world.restart_count,
     )
+
+
+def _directory_of(target: Target) -> str:
+    """The directory that `python` would put first in the import path."""
+    return os.getcwd() if target.is_module else os.path.dirname(os.path.abspath(target.name))
 
 
 def _set_first_path(directory: str) -> None:
