@@ -106,7 +106,6 @@ def test_modules_to_preload_are_imported_once_for_all_workers(run_apart, tmp_pat
     [
         ("json,no_such", [], "'no_such': there is no module 'no_such' here or in the import path"),
         ("no_such.part", [], "'no_such.part': there is no module 'no_such' here or in the import path"),
-        ("__main__", [], "there is no module '__main__'"),
         ("json,", [], "'' is not the name of a module; write names as in torch,transformers"),
         ("json tool", [], "'json tool' is not the name of a module"),
         ("json", ["--start-method", "spawn"], "--preload needs the start method zygote"),
