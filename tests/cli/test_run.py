@@ -91,6 +91,33 @@ def test_a_module_runs_as_python_m_runs_it(run, script, tmp_path):
     assert sorted(output.splitlines()) == [f"{rank} __main__ package.train {argv}" for rank in range(2)]
 
 
+def test_modules_to_preload_are_imported_once_for_all_workers(run_apart, tmp_path):
+    (tmp_path / "beside.py").write_text("import os\nopen('imports', 'a').write(f'{os.getpid()}\\n')\n")
+    text = "import sys, os, beside, json\nprint(os.getppid())"
+    code, output, errors = run_apart(text, "-n", "2", "--no-prefix", "--preload", "beside,json.tool")
+    assert code == 0, errors
+    [importer] = (tmp_path / "imports").read_text().split()
+    assert output.split() == [importer, importer], "the process that the workers are forked from"
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        ("json,no_such", [], "'no_such': there is no module 'no_such' here or in the import path"),
+        ("no_such.part", [], "'no_such.part': there is no module 'no_such' here or in the import path"),
+        ("json,", [], "'' is not the name of a module; write names as in torch,transformers"),
+        ("json tool", [], "'json tool' is not the name of a module"),
+        ("json", ["--start-method", "spawn"], "--preload needs the start method zygote"),
+        ("json", ["--start-method", "fork"], "start_method='fork' does not exist"),
+    ],
+)
+def test_what_cannot_be_preloaded_is_refused_before_anything_runs(run, script, names, options, message):
+    name = script("print('it runs')")
+    code, output, errors = run("-n", "2", "--backend", "cpu", "--preload", names, *options, name)
+    assert (code, output) == (2, "")
+    assert message in errors
+
+
 POD = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
 
 
@@ -279,6 +306,42 @@ def test_a_script_for_torchrun_runs_unchanged(run_apart, num_workers):
     mean = sum(range(1, num_workers + 1)) / num_workers
     assert output.splitlines().count(f"gradient [[{mean}, {mean}]]") == num_workers
     assert output.count("trying to initialize the default process group twice") == num_workers
+
+
+NAMES_DEVICES = """
+import os, pickle, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = int(os.environ["LOCAL_RANK"])
+class Replicated(DistributedDataParallel):
+    def __init__(self, module, device_ids):
+        super().__init__(module, device_ids)
+for devices in ([torch.device("cpu")], ["cpu"], [0], [rank], (rank,)):
+    for kind in (DistributedDataParallel, Replicated):
+        model = kind(torch.nn.Linear(1, 1, bias=False), device_ids=devices)
+        model(torch.full((1, 1), float(rank + 1))).sum().backward()
+        assert type(model) is kind and model.module.weight.grad.item() == sum(range(1, dist.get_world_size() + 1)) / 2
+model = DistributedDataParallel(torch.nn.Linear(1, 1), [rank], rank)
+assert isinstance(pickle.loads(pickle.dumps(model)), DistributedDataParallel)
+for options in ({"device_ids": ["cuda:0"]}, {"device_ids": [0, 1]}):
+    try:
+        DistributedDataParallel(torch.nn.Linear(1, 1), **options)
+    except ValueError as error:
+        print("refused", options, error)
+"""
+
+
+def test_a_device_that_a_script_for_torchrun_names_for_a_model_on_the_cpu_is_left_out(run_apart):
+    code, output, errors = run_apart(NAMES_DEVICES, "-n", "2", "--no-prefix")
+    assert code == 0, errors
+    assert errors.count("device_ids and output_device are left out") == 1
+    assert output.count("only work with single-device") == output.count("contain a single element") == 2
+
+
+def test_a_single_worker_leaves_that_device_out_too(run_apart):
+    body = NAMES_DEVICES.replace("/ 2", "/ 1")
+    code, _, errors = run_apart(body, "-n", "1")
+    assert (code, errors.count("device_ids and output_device are left out")) == (0, 1), errors
 
 
 WATCHED = """

@@ -78,7 +78,8 @@ def told(output: str, word: str) -> dict[int, str]:
 
 @pytest.mark.parametrize("group", ["shm", "gloo"])
 def test_a_script_for_torchrun_has_the_phases_of_a_loop_of_this_package(tmp_path: Path, group: str, capsys) -> None:
-    output = launch(tmp_path, "--log-dir", "logs", "train.py", group)
+    options = ("--process-group", "gloo") if group == "gloo" else ()
+    output = launch(tmp_path, *options, "--log-dir", "logs", "train.py", group)
     found = read_run(tmp_path / "logs")
     assert found.missing == []
     for each in found.ranks:

@@ -52,6 +52,8 @@ def run(parsed: argparse.Namespace) -> int:
         )
     try:
         check_target(target)
+        if parsed.preload:
+            _preload(parsed, target)
         place = announced_agent()
         machines = _machine_options(parsed, place)
         if isinstance(parsed.nproc, str):
@@ -70,6 +72,19 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.log_dir is not None and made:  # a launcher's worker makes none
         _print_end(made[-1], time.monotonic() - began)
     return 0
+
+
+def _preload(parsed: argparse.Namespace, target: Target) -> None:
+    from unisono.launch.options import Options
+    from unisono.launch.run_target import check_preload
+    from unisono.launch.starting.zygote_client import preload
+
+    check_preload(target, parsed.preload)
+    if Options(start_method=parsed.start_method).chosen_start_method != "zygote":
+        raise ValueError(
+            "--preload needs the start method zygote: other workers are fresh interpreters, which share no imports"
+        )
+    preload(parsed.preload)
 
 
 def _print_end(directory: Path, seconds: float) -> None:

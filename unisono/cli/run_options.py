@@ -14,6 +14,7 @@ examples:
   unisono run -n 4 --backend cpu train.py            four workers on the CPU
   unisono run -n 2 -m package.training --epochs 3    a module, as `python -m` runs it
   unisono run -n 2 --max-restarts 3 --log-dir logs train.py
+  unisono run --preload transformers,trl train.py    imported once, and not by each worker
 
 on two machines, the same on each (node1 is one of them); with 1:2 one may come later, or be lost:
   unisono run --nnodes 2 --rdzv-endpoint node1:29400 train.py
@@ -108,6 +109,16 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(_parse_number(rank) for rank in text.split(","))
 
 
+def _parse_modules(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not the name of a module; write names as in torch,transformers"
+            )
+    return names
+
+
 def _parse_settings(text: str) -> dict[str, str]:
     pairs = [each.partition("=") for each in text.split(",") if each]
     if not all(name and equals for name, equals, _ in pairs):
@@ -141,6 +152,12 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("-m --module", "", "the target is a module, which is run as `python -m` does", {}),
     ("--backend", "B", "the device family; else the first that has devices", {}),
     ("--start-method", "M", "how workers are started, zygote or spawn; see `spawn`", {}),
+    (
+        "--preload",
+        "M,..",
+        "modules that are imported once for all workers, before they start",
+        {"type": _parse_modules, "default": []},
+    ),
     ("", "", "CPU cores", {}),
     ("--num-threads", "N", "CPU threads of each worker; else its share of the cores", _POSITIVE),
     (

@@ -14,7 +14,7 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.hosts.endpoint import free_port
 from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take
 from unisono.launch.reports import count_of
+from unisono.launch.script_group import accept_device_ids
 from unisono.world import World, current_world
 
 logger = logging.getLogger(__name__)
@@ -48,10 +49,26 @@ def check_target(target: Target) -> None:
             raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}; -m runs a module")
         return
     _set_first_path(os.getcwd())
-    package = target.name.partition(".")[0]  # the part that can be looked up without importing anything
-    if importlib.util.find_spec(package) is None:
+    _find_module(target.name)
+
+
+def check_preload(target: Target, names: Iterable[str]) -> None:
+    """Check that modules which the workers share can be imported as the target could, without importing any.
+    ModuleNotFoundError: there is none of such a name."""
+    _set_first_path(_directory_of(target))
+    for name in names:
+        _find_module(name)
+
+
+def _find_module(name: str) -> None:
+    package = name.partition(".")[0]  # the part that can be looked up without importing anything
+    try:
+        is_there = importlib.util.find_spec(package) is not None
+    except ValueError:  # `__main__` was imported from no file
+        is_there = False
+    if not is_there:
         raise ModuleNotFoundError(
-            f"{target.name!r}: there is no module {package!r} here or in the import path; name it as in an import"
+            f"{name!r}: there is no module {package!r} here or in the import path; name it as in an import"
         )
 
 
@@ -85,7 +102,7 @@ def run_target(target: Target) -> None:
 
 
 def _call_target(target: Target) -> None:
-    _set_first_path(os.getcwd() if target.is_module else os.path.dirname(os.path.abspath(target.name)))
+    _set_first_path(_directory_of(target))
     if target.is_module:
         # `alter_sys` makes the module the `__main__` of `sys.modules`, as `python -m` does.
         runpy.run_module(target.name, run_name="__main__", alter_sys=True)
@@ -98,6 +115,7 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     run and its machine. WorkerDiedError if it called `sys.exit` with a code other than 0."""
     world = current_world()
     before = getattr(world.comm, "progress", None)
+    accept_device_ids()  # also where the single worker is this process
     if world.timeline.write_digests is not None:
         world.state.command = describe_command(target)
     try:
@@ -192,6 +210,11 @@ def _place_of(world: World, variables: Mapping[str, str] | None = None) -> RankP
         port=int(variables.get("MASTER_PORT", 0)),
         restart_count=world.restart_count,
     )
+
+
+def _directory_of(target: Target) -> str:
+    """The directory that `python` would put first in the import path."""
+    return os.getcwd() if target.is_module else os.path.dirname(os.path.abspath(target.name))
 
 
 def _set_first_path(directory: str) -> None:

@@ -4,6 +4,8 @@ Code written for torchrun, or for torch's own `spawn`, gets the group that it as
 and options, in place of ours: the ranks meet in the store that they share, and no port is opened. A script that first
 checks `is_initialized()` finds our group; one that names a device family as its backend gets ours. Where ours shares
 memory, so does that of a script that asks for gloo, or for nothing; scripts see the name that they know.
+
+Such code also names a device to DistributedDataParallel, which torch refuses for a model on the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from unisono.backends import family_names
 from unisono.comm.group_counts import count_group, forget_group
@@ -26,8 +30,11 @@ from unisono.comm.shared_memory.process_group import NAME, SharedMemoryGroup
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.launch.messages import say_once
 from unisono.torch_private import default_store
+from unisono.world import current_world
 
 _CREATE = ("new_group", "split_group", "shrink_group")
+_DEVICE_ARGUMENTS = ("device_ids", "output_device")
+_ACCEPTS = "_unisono_accepts_device_ids"
 _OURS = (None, "env://")  # without further arguments, the announced group is meant
 _IN_SHARED_MEMORY = (
     "torch.distributed reduces in shared memory here, which is faster than gloo; `unisono run --process-group gloo` "
@@ -42,6 +49,7 @@ def let_scripts_initialise() -> None:
     that a script creates count as progress.
     """
     free_reducers_before_groups()
+    accept_device_ids()
     count_group(dist.group.WORLD)
     for name in _CREATE:
         if original := getattr(dist, name, None):
@@ -108,6 +116,44 @@ def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], Non
         initialise(original, signature.bind(*args, **kwargs).arguments)
 
     replace_function("init_process_group", init_process_group)
+
+
+def accept_device_ids() -> None:
+    """In a world of CPUs, let every DistributedDataParallel of this process take the `device_ids` and `output_device`
+    that torch takes for GPUs only. Idempotent."""
+    original, world = DistributedDataParallel.__init__, current_world()
+    if world.backend.is_accelerated() or hasattr(original, _ACCEPTS):
+        return
+    signature = inspect.signature(original)
+
+    # Wrapped in its class, which stays itself: for subclasses, `isinstance` and pickle.
+    @functools.wraps(original)
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = signature.bind(*args, **kwargs)
+        if _names_the_cpu(given.arguments):
+            for name in _DEVICE_ARGUMENTS:
+                given.arguments.pop(name, None)
+            if world.rank == 0:
+                say_once(
+                    "DistributedDataParallel: device_ids and output_device are left out, since all parameters of the "
+                    "model are on the CPU"
+                )
+        original(*given.args, **given.kwargs)
+
+    setattr(__init__, _ACCEPTS, True)
+    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+
+
+def _names_the_cpu(given: dict[str, Any]) -> bool:
+    """Whether these arguments name at most one device, by its index or as the CPU, for a model that is on the CPU."""
+    module, ids = given.get("module"), given.get("device_ids")
+    named = [*ids] if isinstance(ids, list | tuple) else []
+    if len(named) > 1 or not isinstance(module, nn.Module):
+        return False  # torch says what is wrong
+    if (output := given.get("output_device")) is not None:
+        named.append(output)
+    are_known = all(isinstance(each, int) or str(each).partition(":")[0] == HOST.type for each in named)
+    return bool(named) and are_known and {each.device.type for each in module.parameters()} == {HOST.type}
 
 
 def _check(group: Any) -> None:

@@ -256,9 +256,9 @@ def test_an_import_that_fails_or_starts_threads_is_reported_and_workers_start_al
     )
     code, output, errors = warm_scripts.complete(tmp_path / "script.py")
     assert (code, output) == (0, "[0, 1]\n"), errors
-    assert "unisono.warm(preload=['fails']): the import failed" in errors
+    assert "preload: the import of fails failed" in errors
     assert "SystemExit: no licence" in errors
-    assert "unisono.warm(preload=['waits']): the import started threads" in errors
+    assert "preload: the import of waits started threads" in errors
 
 
 @pytest.mark.parametrize(

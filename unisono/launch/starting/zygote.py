@@ -148,12 +148,12 @@ class Zygote:
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit):
-                print(f"unisono.warm(preload=[{name!r}]): the import failed; workers try it again:", file=sys.stderr)
+                print(f"preload: the import of {name} failed; workers try it again:", file=sys.stderr)
                 traceback.print_exc()
             if psutil.Process().num_threads() > threads:
                 print(
-                    f"unisono.warm(preload=[{name!r}]): the import started threads, which forked workers do not have; "
-                    "import it in the function that workers run",
+                    f"preload: the import of {name} started threads, which forked workers do not have; let the workers "
+                    "import it themselves",
                     file=sys.stderr,
                 )
 

@@ -104,12 +104,23 @@ def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
             'interpreter, which imports everything itself; use start_method="zygote"'
         )
     with _lock:
-        client = _running_client(start_method)
-        new = [name for name in modules if name not in _preloaded]
-        if new:
-            _preloaded.extend(new)
-            with contextlib.suppress(ConnectionError):  # its replacement imports them at its start
-                client.preload(new)
+        _running_client(start_method)
+        _preload(modules)
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Let every zygote of this process import these modules before its first fork, as `warm` does. Starts none."""
+    with _lock:
+        _preload(modules)
+
+
+def _preload(modules: Iterable[str]) -> None:
+    new = [name for name in modules if name not in _preloaded]
+    _preloaded.extend(new)
+    client = clients.get("zygote")
+    if new and client is not None:
+        with contextlib.suppress(ConnectionError):  # its replacement imports them at its start
+            client.preload(new)
 
 
 def open_group(directory: Path, start_method: str) -> socket.socket:
