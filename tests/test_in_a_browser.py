@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -102,6 +104,16 @@ def test_the_search_finds_the_right_page_among_the_first_two(browser: Any, site:
         if expected not in pages[:2]:
             wrong[words] = pages[:3]
     assert wrong == {}
+
+
+def test_a_language_model_is_told_of_every_page_and_for_whom_it_is(site: str) -> None:
+    with urlopen(f"{site}llms.txt", timeout=60) as answer:
+        told = dict(re.findall(r"^- \[.+\]\((.+?)\)(.*)$", answer.read().decode(), re.MULTILINE))
+    for page in (ROOT / "docs").glob("*.md"):
+        assert told[f"{page.stem}/"].startswith(": For "), page
+    for link in told:
+        with urlopen(site + link, timeout=60) as answer:
+            assert answer.read()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -19,6 +19,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 from unisono.cli.main import COMMANDS
@@ -84,8 +85,32 @@ _BOOSTS = {
 """How much a page counts in a search, by the begin of its name; 0 leaves it out. Others say how to do something: 3."""
 
 
+_INTROS: dict[str, str] = {}
+"""For whom each page is, by its file: its line in italics."""
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Keep the pages for `on_post_build`."""
+    _PAGES[:] = nav.pages
+    return nav
+
+
+_PAGES: list[Page] = []
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write what a language model is to read first, https://llmstxt.org: each page, and for whom it is."""
+    lines = [f"# {config.site_name}\n\n> {config.site_description}\n\n## Docs\n"]
+    for page in _PAGES:
+        intro = _INTROS.get(page.file.src_uri)
+        lines.append(f"- [{page.title}]({page.url or 'index.html'}){f': {intro}' if intro else ''}")
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n")
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links between files of the repository lead from page to page; and weigh pages for the search."""
+    intro = re.search(r"^\*([^*]+)\*", markdown, re.MULTILINE)
+    _INTROS[page.file.src_uri] = "" if intro is None else " ".join(intro[1].split())
     boosts = [boost for name, boost in _BOOSTS.items() if page.file.src_uri.startswith(name)]
     page.meta["search"] = {"boost": boosts[0] if boosts else 3, "exclude": 0 in boosts}
     pages = COPIED | _examples()
