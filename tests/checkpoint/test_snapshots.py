@@ -362,6 +362,7 @@ def test_no_snapshot_is_taken_where_another_thread_draws_which_is_said(caplog: p
     for batch in queue:
         loop.train(*batch)
     assert "another thread than that of the steps draws the batches" in caplog.text
+    assert "no prepared loader" not in caplog.text
 
 
 def test_a_loop_over_another_loader_says_that_it_has_no_snapshots(caplog: pytest.LogCaptureFixture) -> None:
@@ -738,6 +739,19 @@ def test_the_launchers_default_is_taken(capfd: pytest.CaptureFixture[str], tmp_p
 def test_what_cannot_be_kept_is_refused(given: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Accelerator(**given)
+
+
+def test_steps_on_data_of_no_prepared_loader_are_said_to_have_no_snapshot(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(snapshot_every=2)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    told = []
+    for _ in range(20):
+        accelerator.backward(model(torch.ones(4, 2)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(caplog.text.count("no snapshot is taken: the steps are on data of no prepared loader"))
+    assert told == [0] * 7 + [1] * 13
 
 
 def test_ranks_that_cannot_have_snapshots_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,7 @@ class Snapshots:
             )
         keeper.has_kept = True
         world.state.deliveries.at_draw = WeakMethod(self._at_draw)
+        world.timeline.at_step = partial(_look_at_step, ref(self), world.timeline.at_step)
 
     def _restart(self, step: int) -> None:
         self._step = step  # of the last snapshot, or where the run begins
@@ -248,6 +249,15 @@ class Snapshots:
                 "is not known; a kill there costs the steps since then, or since a save_state() of yours"
             )
 
+    def look_at_step(self) -> None:
+        """Say, once, that steps are taken without a loop whose draws could be looked at."""
+        is_behind = self._leader is None and self._count() - self._step >= 4 * self.every
+        if is_behind and self._world.rank == 0 and not self._world.state.deliveries.recent():
+            say_once(
+                "no snapshot is taken: the steps are on data of no prepared loader, so that where the loop would go on "
+                "is not known; prepare the loader, or save now and then by save_state(is_async=True)"
+            )
+
     def take(self) -> None:
         """Copy the state of this rank, as it is now."""
         world, (objects, facts, step, home) = self._world, self._describe()
@@ -344,6 +354,16 @@ class Snapshots:
             when = "after each step" if self.every == 1 else f"every {self.every} steps"
             size = f"{needed / 2**20:,.1f} MiB"
             print(f"snapshots: {when}, in {size} of each machine's memory", file=sys.stderr)
+
+
+def _look_at_step(
+    snapshots: ref[Snapshots], before: Callable[[int, int | None], None] | None, number: int, done: int | None
+) -> None:
+    """What the timeline calls after a step, with what it has called before."""
+    if before is not None:
+        before(number, done)
+    if (own := snapshots()) is not None:
+        own.look_at_step()
 
 
 def _check_plain(states: Mapping[str, Any]) -> None:
