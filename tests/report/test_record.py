@@ -114,6 +114,21 @@ def test_commands_show_it_and_write_a_page_and_a_trace(run: Run, tmp_path: Path,
     assert "1.000" in compare(run, run)
 
 
+def test_top_draws_the_shares_of_the_time_shows_what_was_logged_last_and_no_empty_column(run: Run) -> None:
+    lines = describe(run)
+    assert "device MB" not in lines[2], "CPUs do not count it"
+    (rank, *_) = run.ranks
+    bar = lines[3].split()[-1]
+    assert len(bar) == 16
+    assert rank.summary is not None
+    letters = {"w": FETCH, "c": "compute", "f": FORWARD, "b": BACKWARD, "r": REDUCE, "s": STEP, "o": LOG}
+    for letter, phase in letters.items():
+        assert bar.count(letter) / 16 == pytest.approx(rank.summary.share(phase), abs=1 / 16)
+    legend = next(line for line in lines if line.startswith("time: "))
+    assert {each.split()[0] for each in legend.removeprefix("time: ").split(", ")} == {*bar, *lines[4].split()[-1]}
+    assert any(line.startswith(f"logged at step {STEPS - 1}: loss=") for line in lines)
+
+
 def test_a_reader_of_their_output_that_has_ended_is_no_error(run: Run, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

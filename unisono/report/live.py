@@ -14,7 +14,7 @@ from typing import Any
 from unisono.report.run import RankRecord, Run, summary_of
 from unisono.report.summary import CAUSES, PEERS, RankSummary, label, slowest_of, summarise
 from unisono.report.text import aligned
-from unisono.timeline import FETCH, REDUCE
+from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, MOVE, REDUCE, STEP
 from unisono.world import World
 
 _EVERY_S = 1.0
@@ -23,16 +23,46 @@ _TAIL = 262144  # bytes of a record: several lines, of at most some ten thousand
 _LINES = 11  # of them, over which the ranks are compared
 _PATIENCE = 200  # times as long as the last comparison took: when the next one is due
 
-_HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "cores", "MB", "device MB"]
+_HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "cores", "MB", "device MB", "time"]
+_BAR = 16  # characters
+_LETTERS = {FETCH: "w", COMPUTE: "c", FORWARD: "f", BACKWARD: "b", REDUCE: "r", STEP: "s", EVALUATE: "e"}
+_OTHER = "o"
+_MEANINGS = {letter: label(phase) for phase, letter in _LETTERS.items()} | {_OTHER: "others"}
 
 
 def describe(run: Run, columns: int = 0) -> list[str]:
     """The run now, as lines; sentences as wide as so many columns, or in a line each."""
-    rows = [_row(run, each) for each in run.ranks]
-    sentences = [*filter(None, [run.restarts.summary]), run.verdict, *(f"missing: {text}" for text in run.missing)]
+    rows = [_HEADINGS, *(_row(run, each) for each in run.ranks)]
+    kept = [name for name, *cells in zip(*rows, strict=True) if any(cells)]
+    table = aligned([[cell for name, cell in zip(_HEADINGS, row, strict=True) if name in kept] for row in rows])
+    letters = {letter for row in rows[1:] for letter in row[-1]}
+    legend = ", ".join(f"{letter} {meaning}" for letter, meaning in _MEANINGS.items() if letter in letters)
+    sentences = [*filter(None, [legend and f"time: {legend}", _logged(run), run.restarts.summary]), run.verdict]
+    sentences += [f"missing: {text}" for text in run.missing]
     folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
-    table = aligned([_HEADINGS, *rows]).splitlines()
-    return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table, "", *folded]
+    return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table.splitlines(), "", *folded]
+
+
+def _logged(run: Run) -> str:
+    """What the first rank that logs has logged last."""
+    found = (each["logged"][-1] for rank in run.ranks for each in reversed(rank.samples) if each["logged"])
+    _, step, values = next(found, (0.0, None, {}))
+    numbers = [f"{name}={value:.4g}" for name, value in values.items() if isinstance(value, int | float)]
+    return f"logged{'' if step is None else f' at step {step:,}'}: {', '.join(numbers)}" if numbers else ""
+
+
+def _bar(seconds: Mapping[str, float]) -> str:
+    """The shares of phases, as letters."""
+    shares: dict[str, float] = {}
+    for phase, spent in seconds.items():
+        if phase != MOVE and spent > 0:
+            letter = _LETTERS.get(phase, _OTHER)
+            shares[letter] = shares.get(letter, 0.0) + spent
+    total, drawn, bar = sum(shares.values()), 0.0, ""
+    for letter in (*_LETTERS.values(), _OTHER):
+        drawn += shares.get(letter, 0.0)
+        bar += letter * (round(drawn / total * _BAR) - len(bar) if total else 0)
+    return bar
 
 
 def is_alive(record: RankRecord) -> bool:
@@ -49,11 +79,12 @@ def _row(run: Run, record: RankRecord) -> list[str]:
     before = record.samples[-2] if len(record.samples) > 1 and record.end is None else nothing
     passed = max(now["t"] - before["t"], 1e-3)
     rates = [(now[name] - before[name]) / passed for name in ("steps", "samples", "cpu_s")]
-    waited = sum(now["seconds"].get(phase, 0.0) - before["seconds"].get(phase, 0.0) for phase in (FETCH, REDUCE))
+    spent = {phase: each - before["seconds"].get(phase, 0.0) for phase, each in now["seconds"].items()}
+    waited = sum(spent.get(phase, 0.0) for phase in (FETCH, REDUCE))
     numbers = [f"{now['steps']:,}", f"{rates[0]:,.1f}", f"{rates[1]:,.0f}", f"{min(1.0, waited / passed):.0%}"]
     device = f"{now['memory'] / 1e6:,.0f}" if now.get("peak_memory") else ""
     use = [f"{max(0.0, rates[2]):.1f}", f"{now['rss'] / 1e6:,.0f}", device]
-    return [str(record.rank), run.device_of(record), _state(record), *numbers, *use]
+    return [str(record.rank), run.device_of(record), _state(record), *numbers, *use, _bar(spent)]
 
 
 def _state(record: RankRecord) -> str:
