@@ -239,6 +239,7 @@ class Timeline:
         self.logged: deque[tuple[int, int | None, dict[str, Any]]] = deque(maxlen=MAX_LOGGED)
         """What the loop has logged, for the record of the rank: when, the step, and the values."""
         self.last_logged: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}  # of the run, as the script has given them to its trackers
         self.last_saved = ""  # where the last checkpoint is
         self.write_digests: Callable[[dict[str, Any]], None] | None = None  # of rank zero, where a record is kept
         self.at_sample: list[Callable[[Path], None]] = []  # called with the run's directory after each line of it

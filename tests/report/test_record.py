@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from unisono import Accelerator, Output, spawn
 from unisono.cli.main import main
 from unisono.errors import WorkerDiedError
+from unisono.report.as_json import as_json
 from unisono.report.comparison import compare
 from unisono.report.live import describe, is_alive
 from unisono.report.page import page_data
@@ -37,7 +38,7 @@ STEPS = 30
 def train(directory: Path | None = None, dies: bool = False) -> None:
     accelerator = Accelerator(seed=0, split_batches=True, project_dir=directory)
     if directory is not None:
-        accelerator.init_trackers("run")
+        accelerator.init_trackers("run", {"lr": 0.1, "model": {"width": 4}, "limit": float("inf")})
     model = torch.nn.Linear(4, 1)
     x = torch.randn(4 * STEPS, 4, device=HOST)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
@@ -112,6 +113,18 @@ def test_commands_show_it_and_write_a_page_and_a_trace(run: Run, tmp_path: Path,
     assert main(["report", str(run.directory), str(run.directory)]) == 0
     assert "samples/s" in capsys.readouterr().out
     assert "1.000" in compare(run, run)
+
+
+def test_the_page_and_json_begin_with_settings_versions_and_what_was_logged_last(run: Run) -> None:
+    facts = page_data(run)["facts"]
+    assert {"lr=0.1", "model.width=4", "project=run", f"torch {torch.__version__}"} <= {*facts}
+    assert any(each.startswith(f"logged at step {STEPS - 1}: loss=") for each in facts)
+    found = json.loads(json.dumps(as_json(run), allow_nan=False))
+    assert found["settings"] == {"project": "run", "lr": 0.1, "model.width": 4, "limit": "inf"}
+    assert found["versions"].keys() == {"unisono", "torch", "python"}
+    assert found["last_logged"].keys() == {"loss"}
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    assert found["commit"] == head.stdout.strip()
 
 
 def test_top_draws_the_shares_of_the_time_shows_what_was_logged_last_and_no_empty_column(run: Run) -> None:

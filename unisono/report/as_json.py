@@ -5,7 +5,9 @@ The names are documented in docs/profiling.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 from unisono.report.run import RankRecord, Run
@@ -21,6 +23,10 @@ def as_json(run: Run) -> dict[str, Any]:
         "format": FORMAT,
         "directory": str(run.directory),
         "command": run.command,
+        "settings": _finite(run.settings),
+        "versions": run.versions,
+        "commit": run.commit,
+        "last_logged": _finite(run.last_logged[1]),
         "began": run.began,
         "seconds": run.seconds,
         "samples_per_second": report.samples_per_second if report.ranks else 0.0,
@@ -32,6 +38,12 @@ def as_json(run: Run) -> dict[str, Any]:
         "goodput": restarts.goodput,
         "ranks": [_rank(each) for each in run.ranks],
     }
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: its name, as a string."""
+    names = {name: str(value) for name, value in values.items() if isinstance(value, float) and not isfinite(value)}
+    return {**values, **names}
 
 
 def _rank(record: RankRecord) -> dict[str, Any]:

@@ -37,16 +37,15 @@ def describe(run: Run, columns: int = 0) -> list[str]:
     table = aligned([[cell for name, cell in zip(_HEADINGS, row, strict=True) if name in kept] for row in rows])
     letters = {letter for row in rows[1:] for letter in row[-1]}
     legend = ", ".join(f"{letter} {meaning}" for letter, meaning in _MEANINGS.items() if letter in letters)
-    sentences = [*filter(None, [legend and f"time: {legend}", _logged(run), run.restarts.summary]), run.verdict]
+    sentences = [*filter(None, [legend and f"time: {legend}", logged_line(run), run.restarts.summary]), run.verdict]
     sentences += [f"missing: {text}" for text in run.missing]
     folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
     return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table.splitlines(), "", *folded]
 
 
-def _logged(run: Run) -> str:
-    """What the first rank that logs has logged last."""
-    found = (each["logged"][-1] for rank in run.ranks for each in reversed(rank.samples) if each["logged"])
-    _, step, values = next(found, (0.0, None, {}))
+def logged_line(run: Run) -> str:
+    """The numbers that were logged last; "" if there are none."""
+    step, values = run.last_logged
     numbers = [f"{name}={value:.4g}" for name, value in values.items() if isinstance(value, int | float)]
     return f"logged{'' if step is None else f' at step {step:,}'}: {', '.join(numbers)}" if numbers else ""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.report.live import logged_line
 from unisono.report.run import RankRecord, Run
 from unisono.report.summary import LOOP_PHASES, label
 from unisono.timeline import COMPUTE, FETCH, REDUCE, STEP
@@ -55,6 +56,10 @@ def page_data(run: Run) -> dict[str, Any]:
         f"{report.samples:,} samples, {report.samples_per_second:,.0f} per second" if report.ranks else "no loop",
         *filter(None, [run.restarts.summary]),
         *run.failures,
+        *filter(None, [logged_line(run)]),
+        *(f"{name} {number}" for name, number in run.versions.items()),
+        *([f"commit {run.commit[:12]}"] if run.commit else []),
+        *(f"{name}={value}" for name, value in run.settings.items()),
     ]
     return {
         "facts": facts,

@@ -1,8 +1,9 @@
 """The record of a rank: what it does, second by second, in files that can be read while the run goes on.
 
     rank-0.jsonl         one JSON object per line: who the rank is; then, every second, the numbers of its `RankSummary`
-                         so far, and what is new since the line before; at last, how it ended. A restart appends. If the
-                         group has failed, its launcher adds what it knows: see `write_fault`
+                         so far, and what is new since the line before; of rank zero, the commit of its directory, and
+                         what the script has given its trackers as settings; at last, how it ended. A restart appends.
+                         If the group has failed, its launcher adds what it knows: see `write_fault`
     rank-0.spans.jsonl   at the end, a line: the latest spans of its threads
     digests.jsonl        of rank zero, with virtual ranks: what its bits depend on, its command, the digests of some
                          steps (`training/digests.py`), and each checkpoint that was saved or loaded
@@ -24,11 +25,13 @@ import json
 import logging
 import os
 import platform
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,7 @@ class Recorder:
         self._left_ns = 0  # of the step that had not ended at the last reading
         self._next_s = 0.0
         self._is_broken = False
+        self._settings: dict[str, Any] | None = None  # as written last
         if world.rank == 0:
             digests = directory / DIGESTS
             world.timeline.write_digests = lambda facts: self._write_to(digests, json.dumps(facts) + "\n")
@@ -86,6 +90,7 @@ class Recorder:
             restart=world.restart_count,
             command=sys.argv,
             cores=os.cpu_count(),
+            versions={"unisono": version("unisono"), "torch": torch.__version__, "python": platform.python_version()},
         )
 
     def sample(self) -> None:
@@ -149,6 +154,9 @@ class Recorder:
     def _write_sample(self) -> None:
         try:
             with self._lock:
+                if self._world.rank == 0 and self._settings != self._world.timeline.settings:
+                    self._settings = self._world.timeline.settings
+                    self._write(settings=self._settings, commit=_commit())
                 self._write(**self._numbers())
         except Exception as error:  # of a device that has failed, or of /proc: the thread goes on, for the pulse
             self._give_up(error)
@@ -251,3 +259,12 @@ def _children() -> list[int]:
         for each in Path("/proc/self/task").iterdir():
             found += map(int, (each / "children").read_text().split())
     return found
+
+
+def _commit() -> str:
+    """The commit that git has for the working directory; "" without one."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

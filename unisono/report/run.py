@@ -37,6 +37,7 @@ class RankRecord:
         end: "finished", or the error that has ended it; None if no end is recorded.
         checkpoint: the place of the last one that the rank has saved; "" if it has ended without any.
         earlier: the attempts before this one that the file has.
+        settings, commit: what the script has given its trackers, and git's commit; rank zero's.
         faults: of the file, what its launcher knows of attempts that have failed: see `write_fault`.
         cut: what is missing, in words.
         path: the file.
@@ -48,6 +49,8 @@ class RankRecord:
     samples: list[dict[str, Any]] = field(default_factory=list)
     end: str | None = None
     checkpoint: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    commit: str = ""
     earlier: list[RankRecord] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
@@ -141,6 +144,28 @@ class Run:
         if name.startswith("ipykernel"):
             return "a notebook"
         return " ".join(["unisono" if name == "__main__.py" else name, *others])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the script has given its trackers as settings, by name."""
+        return next((each.settings for each in self.ranks if each.settings), {})
+
+    @property
+    def commit(self) -> str:
+        """The commit of the directory in which the run was started; "" where git knows none."""
+        return next((each.commit for each in self.ranks if each.commit), "")
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of this package, torch and Python."""
+        return next((each.facts["versions"] for each in self.ranks if "versions" in each.facts), {})
+
+    @property
+    def last_logged(self) -> tuple[int | None, dict[str, Any]]:
+        """What the first rank that logs has logged last, and at which step."""
+        found = (each["logged"][-1] for rank in self.ranks for each in reversed(rank.samples) if each["logged"])
+        _, step, values = next(found, (0.0, None, {}))
+        return step, values
 
     @property
     def report(self) -> Report:
@@ -302,6 +327,8 @@ def read_rank(path: Path) -> RankRecord:
             if record.facts:
                 record.earlier.append(replace(record, earlier=[], faults=[]))
             record.facts, record.samples, record.end = found, [], None
+        elif "settings" in found:
+            record.settings, record.commit = found["settings"], found["commit"]
         elif "fault" in found:
             record.faults.append(found["fault"])
         elif "end" in found:

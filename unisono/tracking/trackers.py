@@ -22,7 +22,7 @@ from typing import Any
 from unisono.arguments import check_type
 from unisono.errors import UnisonoError
 from unisono.timeline import LOG
-from unisono.tracking.libraries import LIBRARIES, JsonLines, is_installed
+from unisono.tracking.libraries import LIBRARIES, JsonLines, flat, is_installed
 from unisono.tracking.tracker import Tracker, name_of, plain_step, plain_values
 from unisono.world import World
 
@@ -102,6 +102,7 @@ class Tracked:
         """
         if self._trackers.is_main_process:
             self._trackers.open(project_name, {} if config is None else config, init_kwargs or {})
+            self.world.timeline.settings = {"project": project_name, **dict(flat(config or {}))}
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Pass values to all trackers. Only rank zero's values are used; those of other ranks are ignored.
