@@ -162,10 +162,11 @@ class Run:
 
     @property
     def last_logged(self) -> tuple[int | None, dict[str, Any]]:
-        """What the first rank that logs has logged last, and at which step."""
-        found = (each["logged"][-1] for rank in self.ranks for each in reversed(rank.samples) if each["logged"])
-        _, step, values = next(found, (0.0, None, {}))
-        return step, values
+        """The last step at which the first rank that logs has logged, and the last value of each name."""
+        logged = ([each for sample in rank.samples for each in sample["logged"]] for rank in self.ranks)
+        found = next(filter(None, logged), [])
+        values = {name: value for _, _, each in found for name, value in each.items()}
+        return (found[-1][1] if found else None), values
 
     @property
     def report(self) -> Report:
