@@ -25,7 +25,7 @@ from unisono.errors import WorkerDiedError
 from unisono.report.as_json import as_json
 from unisono.report.comparison import compare
 from unisono.report.live import describe, is_alive
-from unisono.report.page import page_data
+from unisono.report.page import _charts_of_logged, page_data
 from unisono.report.record import Recorder
 from unisono.report.run import Run, read_run
 from unisono.report.trace import write_trace
@@ -125,6 +125,19 @@ def test_the_page_and_json_begin_with_settings_versions_and_what_was_logged_last
     assert found["last_logged"].keys() == {"loss"}
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     assert found["commit"] == head.stdout.strip()
+
+
+def test_train_and_validation_are_in_one_chart(run: Run) -> None:
+    record = replace(run.ranks[0], earlier=[], samples=[{**run.ranks[0].samples[-1], "logged": LOGGED}])
+    charts = {each["title"]: each for each in _charts_of_logged(Run(run.directory, [record], run.attempts))}
+    assert [*charts] == ["loss", "test"]
+    assert charts["loss"]["x"] == [1, 2, 3]
+    assert charts["loss"]["series"] == [["train_loss", [4.0, 3.0, None]], ["val/loss", [None, 5.0, 4.5]]]
+    assert charts["test"]["series"] == [["test", [0.5]]]
+
+
+LOGGED = [[0, 1, {"train_loss": 4.0}], [0, 2, {"train_loss": 3.0, "val/loss": 5.0}], [0, 3, {"val/loss": 4.5}]]
+LOGGED += [[0, 4, {"test": 0.5, "text": "no number"}]]
 
 
 def test_top_draws_the_shares_of_the_time_shows_what_was_logged_last_and_no_empty_column(run: Run) -> None:

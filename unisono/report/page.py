@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ _NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")
 _MAX_POINTS = 20_000  # per line of a chart; beyond, every n-th is drawn
 _BINS = 40
 _MAX_LOGGED = 6
+_PARTS = {"train", "training", "valid", "validation", "val", "eval", "evaluation", "test"}
 
 
 def write_page(run: Run, path: str | Path) -> Path:
@@ -143,22 +145,33 @@ def _charts(run: Run) -> list[dict[str, Any] | None]:
 
 
 def _charts_of_logged(run: Run) -> list[dict[str, Any]]:
-    """A chart for each of the first numbers that the loop has logged, the losses before others; of steps that were
-    repeated, what was logged last."""
+    """Charts of the first numbers that the loop has logged, the losses before others; one for those that differ in the
+    part of the data only. Of steps that were repeated, what was logged last."""
     attempts = [each for rank in run.ranks[:1] for each in (*rank.earlier, rank)]
     lines = (line for each in attempts for sample in each.samples for line in sample["logged"])
     logged: defaultdict[float, dict[str, Any]] = defaultdict(dict)
     for number, (_, step, values) in enumerate(lines):
         logged[number if step is None else step] |= values
-    names = dict.fromkeys(name for values in logged.values() for name in values if _is_number(values[name]))
-    x = sorted(logged)
+    together: dict[str, dict[str, None]] = {}
+    for name in (name for values in logged.values() for name in values if _is_number(values[name])):
+        together.setdefault(_without_part(name), {})[name] = None
     charts = []
-    for name in sorted(names, key=lambda name: "loss" not in name.lower())[:_MAX_LOGGED]:
-        values = [value if _is_number(value := logged[at].get(name)) else None for at in x]
-        found = [value for value in values if value is not None]
+    for title in sorted(together, key=lambda title: "loss" not in title.lower())[:_MAX_LOGGED]:
+        names = [*together[title]]
+        x = sorted(step for step, values in logged.items() if not values.keys().isdisjoint(names))
+        series: list[list[Any]] = [
+            [name, [one if _is_number(one := logged[at].get(name)) else None for at in x]] for name in names
+        ]
+        found = [one for _, values in series for one in values if one is not None]
         is_log = min(found) > 0 and max(found) > 100 * min(found)
-        charts.append(_chart(name, "", "step", x, [[name, values]], log=is_log))
+        charts.append(_chart(title if len(names) > 1 else names[0], "", "step", x, series, log=is_log))
     return charts
+
+
+def _without_part(name: str) -> str:
+    """The name without the part of the data: "loss" of "train_loss" and of "val/loss"."""
+    words = re.split(r"[_/. -]+", name)
+    return "_".join(each for each in words if each.lower() not in _PARTS) or name
 
 
 def _is_number(value: Any) -> bool:
