@@ -57,6 +57,7 @@ def let_scripts_initialise() -> None:
     names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what groups are called for scripts
     replace_function("get_backend", functools.partial(_called, dist.get_backend, names))
     replace_function("destroy_process_group", functools.partial(_destroy_counted, dist.destroy_process_group))
+    shares_memory = isinstance(dist.group.WORLD, SharedMemoryGroup)  # which ranks of several machines do not
     # Weak: a reference would keep the group alive after the script has destroyed it.
     ours = weakref.ref(dist.group.WORLD)
     store = default_store()
@@ -69,7 +70,9 @@ def let_scripts_initialise() -> None:
             if dist.is_initialized():
                 return
             asked |= {"backend": backend, "init_method": None}
-        elif backend == f"{HOST.type}:{NAME}" and _is_of_gloo(asked):
+        elif (
+            backend == f"{HOST.type}:{NAME}" and (asked.get("backend") is None or shares_memory) and _is_of_gloo(asked)
+        ):
             names[NAME] = dist.Backend(asked.get("backend") or dist.Backend.GLOO)
             asked["backend"] = NAME
         is_met_in_store = asked.get("store") is None and asked.get("init_method") in _OURS
