@@ -181,6 +181,6 @@ def _ends_of(path: Path) -> tuple[RankSummary, RankSummary]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         lines = file.read().split(b"\n")[1:-1]  # the first may be cut off, or has the facts; the last is being written
-    lines = lines[-_LINES:]
+    lines = [each for each in lines if each.startswith(b'{"t"')][-_LINES:]  # those of a second
     first, last = (summary_of(json.loads(line)) for line in (lines[0], lines[-1]))
     return first, last
