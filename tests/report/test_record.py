@@ -24,7 +24,7 @@ from unisono.cli.main import main
 from unisono.errors import WorkerDiedError
 from unisono.report.as_json import as_json
 from unisono.report.comparison import compare
-from unisono.report.live import describe, is_alive
+from unisono.report.live import describe, is_alive, logged_line
 from unisono.report.page import _charts_of_logged, page_data
 from unisono.report.record import Recorder
 from unisono.report.run import Run, read_run
@@ -291,6 +291,9 @@ def test_the_page_draws_what_was_logged_that_is_a_number(copied: Path) -> None:
     facts, *samples = map(json.loads, file.read_text().splitlines())
     lines = [facts, *({**each, "logged": logged} if "t" in each else each for each in samples[-2:])]
     file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    for count, shown in enumerate(["1.5", "nan", "inf", "", "", "1"], 1):
+        cut = replace(read_run(copied).ranks[0], earlier=[], samples=[{**samples[-2], "logged": logged[:count]}])
+        assert logged_line(Run(copied, [cut], [])) == (f"logged at step {count - 1}: loss é={shown}" if shown else "")
     data = json.loads(json.dumps(page_data(read_run(copied)), allow_nan=False))
     assert data["charts"][0]["series"] == [["loss é", [1.5, None, None, None, None, None]]]
 

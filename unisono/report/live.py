@@ -46,7 +46,11 @@ def describe(run: Run, columns: int = 0) -> list[str]:
 def logged_line(run: Run) -> str:
     """The numbers that were logged last; "" if there are none."""
     step, values = run.last_logged
-    numbers = [f"{name}={value:.4g}" for name, value in values.items() if isinstance(value, int | float)]
+    numbers = [
+        f"{name}={value:.4g}"
+        for name, value in values.items()
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)  # else it is no float
+    ]
     return f"logged{'' if step is None else f' at step {step:,}'}: {', '.join(numbers)}" if numbers else ""
 
 

@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -261,10 +262,11 @@ def _children() -> list[int]:
     return found
 
 
+@cache
 def _commit() -> str:
-    """The commit that git has for the working directory; "" without one."""
+    """The commit that git has for the working directory; "" without one, or if git is slow: the pulse waits for it."""
     try:
         command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=1).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
