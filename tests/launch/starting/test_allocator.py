@@ -16,8 +16,8 @@ BLOCKS, BYTES = 16, 4 << 20
 
 
 def faults(index):
-    """Page faults of a step that fills and frees blocks, once the allocator has seen two."""
-    for _ in range(3):
+    """Page faults of a step that fills and frees blocks, once their places in the heap have settled."""
+    for _ in range(10):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         blocks = [torch.ones(BYTES // 4) for _ in range(BLOCKS)]
         del blocks
