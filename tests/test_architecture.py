@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import unisono
 from unisono import torch_private
@@ -264,6 +265,16 @@ def unsafe_interpreters(module: Module) -> list[str]:
     return found
 
 
+def tensors_of_no_device(module: Module) -> list[str]:
+    """Tensors that lie where `torch.set_default_device` or `with torch.device(...)` of the program has them."""
+    made = {f"torch.{each.__name__}" for each in torch.utils._device._device_constructors()}
+    return [
+        module.at(node, f"calls {_callee(node)} without a device")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and _callee(node) in made and "device" not in {each.arg for each in node.keywords}
+    ]
+
+
 def undocumented_modules(module: Module) -> list[str]:
     return [] if ast.get_docstring(module.tree) else [f"{module.name} does not say what it is for"]
 
@@ -278,6 +289,7 @@ RULES: dict[str, Callable[[Module], list[str]]] = {
     "only its backend and its communicator know torch_xla": xla_imports,
     "threads have our names and module functions as bodies": careless_threads,
     "no interpreter imports from its working directory": unsafe_interpreters,
+    "tensors are made on a named device": tensors_of_no_device,
     "every module says what it is for": undocumented_modules,
 }
 
@@ -346,6 +358,7 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.launch.spawn", "[sys.executable, '-c', code]"),
         ("unisono.launch.spawn", "program = ('-m', 'unisono.engines.machine')"),
     ],
+    "tensors are made on a named device": [("unisono.world", "torch.zeros(1, dtype=torch.int64)")],
     "every module says what it is for": [("unisono.tree", "import torch")],
 }
 

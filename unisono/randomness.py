@@ -56,7 +56,7 @@ def seed_python(seed: int) -> None:
 def numpy_state(source: Any) -> list[Any]:
     """The state of a generator of NumPy's, or of `numpy.random`, as plain data."""
     kind, keys, *place = source.get_state()
-    return [kind, torch.tensor(keys.astype("int64")), *map(float, place)]
+    return [kind, torch.from_numpy(keys.astype("int64")), *map(float, place)]
 
 
 def set_numpy_state(source: Any, state: list[Any]) -> None:

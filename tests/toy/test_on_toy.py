@@ -84,6 +84,11 @@ def test_batches_are_staged_in_page_locked_memory(family: AcceleratorBackend, mo
     assert sent == [True] * 3
 
 
+def test_whether_memory_is_page_locked_does_not_depend_on_the_default_device(family: AcceleratorBackend) -> None:
+    with torch.device("toy"):
+        assert type(family)(family.name).pins_memory
+
+
 def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_threads_behind_it(
     family: AcceleratorBackend, device: torch.device
 ) -> None:

@@ -119,7 +119,7 @@ class AcceleratorBackend(Backend):
     @cached_property
     def pins_memory(self) -> bool:
         try:
-            return torch.empty(1, pin_memory=True).is_pinned()
+            return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
         except (RuntimeError, NotImplementedError):  # the accelerator has no allocator for it
             return False
 

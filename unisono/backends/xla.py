@@ -236,13 +236,13 @@ class XlaBackend(Backend):
     def rng_state(self, device: torch.device) -> torch.Tensor:
         seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))
         # As bytes, like the generator states of other families.
-        return torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)
+        return torch.tensor([seed], dtype=torch.uint64, device="cpu").view(torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
         self.runtime()._XLAC._xla_set_rng_seed(int(state.view(torch.uint64).item()), str(device))
 
     def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor:
-        return torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)
+        return torch.tensor([seed], dtype=torch.uint64, device="cpu").view(torch.uint8)
 
     def memory(self, device: torch.device) -> int:
         if _hardware() == _CPU:

@@ -193,7 +193,7 @@ def joined_state(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for part in parts:
         found.update(part["values"])
         for key, (shape, offsets, cut) in part["cuts"].items():
-            whole = found[key] if key in found else torch.empty(shape, dtype=cut.dtype)
+            whole = found[key] if key in found else torch.empty(shape, dtype=cut.dtype, device=cut.device)
             whole[tuple(slice(start, start + size) for start, size in zip(offsets, cut.shape, strict=True))] = cut
             found[key] = whole
     if "names" in parts[0]:

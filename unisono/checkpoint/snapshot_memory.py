@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from unisono.comm.operations import HOST
 from unisono.launch.held_memory import MOST_RANKS, SIZE
 
 ALL = range(1 << 62)
@@ -293,4 +294,4 @@ def _tensor_of(memory: mmap.mmap) -> torch.Tensor:
 
 def _view(memory: torch.Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     size = shape.numel() * dtype.itemsize
-    return memory[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+    return memory[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype, device=HOST)

@@ -21,6 +21,7 @@ import torch
 
 from unisono.checkpoint.snapshot_memory import SlotWriter
 from unisono.comm.aside import exchange_aside
+from unisono.comm.operations import HOST
 from unisono.launch.process_group import suppress_greetings
 from unisono.world import World
 
@@ -75,8 +76,8 @@ class Neighbours:
 
     def _copy(self, number: int) -> None:
         sent = self._own.written(number)
-        size = torch.zeros(1, dtype=torch.int64)
-        self._exchange(torch.tensor([sent.numel()]), size)
+        size = torch.zeros(1, dtype=torch.int64, device=HOST)
+        self._exchange(torch.tensor([sent.numel()], device=HOST), size)
         received = self._guests.begin(number, int(size))
         for begin in range(0, max(sent.numel(), received.numel()), _PIECE):
             began = time.monotonic()

@@ -205,7 +205,7 @@ def seal_objects(world: str) -> None:
         sent[place] += 1
         head = dist.get_rank().to_bytes(_HEAD) + sent[place].to_bytes(_HEAD)
         sealed = tensor_of(seal(head + data.cpu().numpy().tobytes(), place)).clone()  # torch resizes it
-        return sealed.to(device), torch.tensor([len(sealed)]).to(device)
+        return sealed.to(device), torch.tensor([len(sealed)], device=device)
 
     def decode(data: torch.Tensor, size: Any, group: Any, *others: Any) -> Any:
         place = place_of(group)

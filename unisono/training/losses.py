@@ -197,7 +197,7 @@ def _scalars(root: Any) -> Iterator[tuple[Any, float | None]]:
         elif name.startswith("Div"):
             by = saved(node, "other")
             is_known = divisor is not None and by is not None
-            divisor = divisor * float(torch.as_tensor(by).detach()) if is_known else None  # type: ignore[operator]
+            divisor = divisor * float(by) if is_known else None  # type: ignore[operator]
         elif not name.startswith(_LINEAR):
             divisor = None
         new = [

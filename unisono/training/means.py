@@ -72,7 +72,7 @@ class Mean:
             raise TypeError(f"values={values!r} is of type {type(values).__name__}; pass a number or a tensor")
         rows, samples = _count_rows(of, self.world)
         self.world.state.deliveries.evaluations.num_met += 1
-        found = torch.as_tensor(values).detach()
+        found = values.detach() if isinstance(values, torch.Tensor) else torch.tensor(values, device=HOST)
         if found.numel() != 1 and (found.ndim != 1 or len(found) != rows):
             raise ValueError(
                 f"values of shape {tuple(found.shape)} for a batch of {rows} rows; pass the mean over its samples, or "

@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] #
 )
 
 from unisono.comm.folding import fold_into
-from unisono.comm.operations import Call, action_of
+from unisono.comm.operations import HOST, Call, action_of
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
@@ -442,7 +442,7 @@ def _op_of(opts: Any, dtype: torch.dtype) -> str:
 @lru_cache(512)
 def _try_reduction(op: str, dtype: torch.dtype) -> None:
     """Raise what torch raises if it cannot reduce this type so, before anything is sent."""
-    one = torch.ones(1, dtype=dtype)
+    one = torch.ones(1, dtype=dtype, device=HOST)
     fold_into(one, [one, one], op)
 
 

@@ -257,7 +257,7 @@ def broadcast_entries(entries: Mapping[K, Any], world: World, root: int = 0) -> 
         found = parts[0]
         if held.is_coalesced is not None:
             flags: dict[str, Any] = {"is_coalesced": held.is_coalesced, "check_invariants": True}
-            found = torch.sparse_coo_tensor(parts[0], parts[1], held.shape, **flags)
+            found = torch.sparse_coo_tensor(parts[0], parts[1], held.shape, device=world.device, **flags)
         yield key, found
 
 

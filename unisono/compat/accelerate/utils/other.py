@@ -28,6 +28,7 @@ from torch.torch_version import TorchVersion
 from unisono.arguments import check_choice
 from unisono.backends import CPU, get_backend
 from unisono.checkpoint.contents import write_state
+from unisono.comm.operations import HOST
 from unisono.compat.accelerate.state import PartialState, joined_world
 from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.compat.accelerate.utils.environment import patch_environment
@@ -121,7 +122,7 @@ def _without_gradient(name: str, collect: Callable[[Any], Any], values: Any) -> 
         return collect(values)
     with torch.no_grad():
         collected = collect(values)
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), device=HOST, requires_grad=True)
     return tree_map(lambda each: _Cut.apply(anchor, each, name) if each.is_floating_point() else each, collected)
 
 
