@@ -62,10 +62,12 @@ class ZeRO1(DDP):
     Attributes:
         elementwise_optimizer: asserts that an optimizer from outside torch.optim treats each element independently of
             all others.
+        per_parameter_optimizer: asserts that it treats each parameter independently of all others, as Muon does.
     """
 
     name: ClassVar[str] = "zero1"
     elementwise_optimizer: bool = False
+    per_parameter_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ class FSDP:
             consecutive: with one group per machine, parameters stay on the machine.
         offload: keep parameters, gradients and the optimizer's state in main memory between uses.
         broadcast_buffers: as for `DDP`.
-        elementwise_optimizer: as for `ZeRO1`.
+        elementwise_optimizer: as for `ZeRO1`; each rank steps for its rows of each parameter.
+        per_parameter_optimizer: as for `ZeRO1`; each rank steps for some of the parameters as a whole, whose rows it
+            gets from the others for the time of the step.
 
     Raises:
         TypeError, ValueError: an option has the wrong type, or is too small.
@@ -111,6 +115,7 @@ class FSDP:
     offload: bool = False
     broadcast_buffers: bool = True
     elementwise_optimizer: bool = False
+    per_parameter_optimizer: bool = False
 
     def __post_init__(self) -> None:
         advice = "pass True, False, a number of ranks, or None"

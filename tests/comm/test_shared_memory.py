@@ -111,6 +111,19 @@ def test_all_ranks_have_the_same_bits_and_those_of_threads(nprocs):
         assert torch.equal(tensor[:100], by_threads_small[0])
 
 
+def test_parts_of_several_shapes_are_gathered_as_by_nccl():
+    """Optimizers of matrices gather a parameter of each rank so; gloo refuses."""
+
+    def work(index: int) -> list[list[float]]:
+        parts = [torch.empty(2, 1), torch.empty(3), torch.empty(0)]
+        dist.all_gather(parts, parts[index].clone().fill_(index))
+        with pytest.raises(RuntimeError, match=r"sends \[4\] of torch.float32, and this rank's part of the output is"):
+            dist.all_gather(parts, torch.ones(4))
+        return [each.flatten().tolist() for each in parts]
+
+    assert spawn(work, nprocs=3) == [[[0, 0], [1, 1, 1], []]] * 3
+
+
 def test_wrong_arguments_are_refused_on_that_rank_before_anything_is_sent():
     def work(index: int) -> None:
         with pytest.raises(RuntimeError, match=r"all_gather between 2 ranks needs as many parts of shape \[3\]"):

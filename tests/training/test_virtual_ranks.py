@@ -816,8 +816,7 @@ class OfNoLibrary(torch.optim.SGD):
     ("model", "optimizer", "strategy", "words"),
     [
         (Scaled, torch.optim.SGD, "fsdp", "'scale' of the Scaled is a scalar; give it the shape"),
-        (partial(nn.Linear, 2, 2), torch.optim.Adafactor, "fsdp", "Adafactor takes each parameter as a whole"),
-        (partial(nn.Linear, 2, 2, bias=False), torch.optim.Muon, "fsdp", "Muon takes each parameter as a whole"),
+        (partial(nn.Linear, 2, 2), torch.optim.LBFGS, "fsdp", "LBFGS takes all of them as one vector"),
         (partial(nn.Linear, 2, 2), OfNoLibrary, "zero1", "OfNoLibrary is not one of torch.optim's"),
     ],
 )

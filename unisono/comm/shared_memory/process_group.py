@@ -200,9 +200,25 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         if len(outputs) != 1 or len(inputs) != 1:
             return self._allgather_by_gloo(outputs, inputs, opts)
-        self._check_parts("all_gather", outputs[0], inputs[0])
+        parts, own = outputs[0], inputs[0]
+        if len(parts) == self.size() and len({each.shape for each in parts}) > 1:
+            return self._gather_unequal(parts, own)
+        self._check_parts("all_gather", parts, own)
         self._gather("all_gather", outputs, inputs)
-        return _done(outputs[0])
+        return _done(parts)
+
+    def _gather_unequal(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Any:
+        """Gather parts of several shapes, as NCCL does, which some optimizers of matrices rely on."""
+        place = parts[self.rank()]
+        if (place.shape, place.dtype) != (own.shape, own.dtype):
+            raise RuntimeError(
+                f"all_gather sends {list(own.shape)} of {own.dtype}, and this rank's part of the output is "
+                f"{list(place.shape)} of {place.dtype}"
+            )
+        place.copy_(own)
+        for root, part in enumerate(parts):
+            self._in_place("all_gather", [part], root, self._blocks.broadcast, root)
+        return _done(parts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [tensor])

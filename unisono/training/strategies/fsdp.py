@@ -45,7 +45,7 @@ from unisono.training.strategies.sharded import (
     units_in,
     whole_parameters,
 )
-from unisono.training.strategies.strategy import Strategy, check_elementwise, kind_of
+from unisono.training.strategies.strategy import Strategy, check_divisible, kind_of, takes_whole_parameters
 from unisono.tree import tensors, tree_map
 from unisono.world import World
 
@@ -68,7 +68,7 @@ class FSDPStrategy(Strategy):
 
     def check_divisible(self, each: nn.Module | Optimizer) -> None:
         if isinstance(each, Optimizer):
-            check_elementwise(each, self.options, takes_whole=False)
+            check_divisible(each, self.options)
         elif not isinstance(each, BareParameter):  # which stays whole
             check_shardable(each, self.options.units)
 
@@ -76,6 +76,10 @@ class FSDPStrategy(Strategy):
         return FSDPEngine(module, self.world, self.steps, self.options)
 
     def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        if takes_whole_parameters(optimizer, self.options):
+            from unisono.training.strategies.whole_steps import stepping_whole
+
+            return stepping_whole(optimizer, self.world)
         from unisono.training.strategies.parts import stepping_plain
 
         return optimizer.step if kind_of(optimizer) is None else stepping_plain(optimizer)

@@ -161,41 +161,48 @@ def _check_norms(model: nn.Module) -> None:
             )
 
 
-# Optimizers of torch.optim that combine all parameters, or the elements of each; and those that use operations which
-# torch lacks for DTensors, or gradients which shards do not have.
+# Optimizers of torch.optim that combine all parameters, or the elements of each; those that use operations which torch
+# lacks for DTensors; and those whose fused steps support DTensors.
 _OVER_ALL = {torch.optim.LBFGS}
 _OVER_EACH = {torch.optim.Adafactor, torch.optim.Muon}
-_NOT_SHARDED = {torch.optim.Rprop, torch.optim.SparseAdam}
-_FUSED = {torch.optim.Adam, torch.optim.AdamW}  # their fused steps support DTensors
+_NOT_DISTRIBUTED = {torch.optim.Rprop}
+_FUSED = {torch.optim.Adam, torch.optim.AdamW}
 
 
-def check_elementwise(optimizer: Optimizer, options: ZeRO1 | FSDP, takes_whole: bool) -> None:
-    """Check that the optimizer can step separately for what the strategy divides: whole parameters, or their elements.
+def check_divisible(optimizer: Optimizer, options: ZeRO1 | FSDP) -> None:
+    """Check that ranks can each step for some of the parameters.
 
     Raises:
-        TypeError: its steps may depend on elements of other ranks, or cannot update DTensors.
+        TypeError: its steps may depend on parameters of other ranks, or cannot update what a rank has.
     """
     kind, name, strategy = kind_of(optimizer), type(optimizer).__name__, options.name
-    cut = "parameters" if takes_whole else "each parameter"
-    if kind in (_OVER_ALL if takes_whole else _OVER_ALL | _OVER_EACH):
-        what = "all parameters as one vector" if kind in _OVER_ALL else "each parameter as a whole"
+    if kind in _OVER_ALL:
         raise TypeError(
-            f"strategy={strategy!r} divides {cut} by ranks, and {name} takes {what}; use strategy='ddp', or an "
-            "optimizer that treats each element separately"
+            f"strategy={strategy!r} divides parameters by ranks, and {name} takes all of them as one vector; use "
+            "strategy='ddp', or an optimizer that treats each parameter separately"
         )
+    if kind is torch.optim.SparseAdam and options.name == "fsdp":
+        raise TypeError(
+            "strategy='fsdp' reduces dense gradients only, and SparseAdam takes sparse ones; use torch.optim.Adam, or "
+            "strategy='zero1' or 'ddp'"
+        )
+    if kind is None and not (options.elementwise_optimizer or options.per_parameter_optimizer):
+        advice = f"strategy=unisono.strategies.{type(options).__name__}"
+        raise TypeError(
+            f"strategy={strategy!r} divides parameters by ranks, and {name} is not one of torch.optim's, so it is "
+            "unknown what its steps combine; if it treats each parameter separately, as Muon does, pass "
+            f"{advice}(per_parameter_optimizer=True); if each element, {advice}(elementwise_optimizer=True); "
+            "otherwise, as for a norm over all of them, use strategy='ddp'"
+        )
+
+
+def takes_whole_parameters(optimizer: Optimizer, options: FSDP) -> bool:
+    """Whether it can step for whole parameters only, not for the rows that a rank has of each."""
+    kind = kind_of(optimizer)
+    if kind is None:
+        return options.per_parameter_optimizer
     is_fused = kind not in _FUSED and any(group.get("fused") for group in optimizer.param_groups)
-    if not takes_whole and (kind in _NOT_SHARDED or is_fused):
-        raise TypeError(
-            f"strategy={strategy!r} keeps DTensors, and torch's {name}{'(fused=True)' * is_fused} cannot update these; "
-            "use another optimizer, fused=False, or strategy='zero1' or 'ddp'"
-        )
-    if kind is None and not options.elementwise_optimizer:
-        raise TypeError(
-            f"strategy={strategy!r} divides {cut} by ranks, and {name} is not one of torch.optim's, so it is unknown "
-            "whether it combines several of them, as a norm over all does; if it treats each element separately, pass "
-            f"strategy=unisono.strategies.{type(options).__name__}(elementwise_optimizer=True), otherwise use "
-            "strategy='ddp'"
-        )
+    return is_fused or kind in _OVER_EACH | _NOT_DISTRIBUTED
 
 
 def kind_of(optimizer: Optimizer) -> type[Optimizer] | None:

@@ -29,7 +29,7 @@ from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import is_distributed
-from unisono.training.strategies.strategy import Strategy
+from unisono.training.strategies.strategy import Strategy, takes_whole_parameters
 from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
 from unisono.training.strategies.virtual_requests import Requests
 from unisono.training.strategies.witnesses import Witnesses
@@ -435,6 +435,7 @@ class VirtualStrategy(Strategy):
             isinstance(self.options, FSDP)
             and isinstance(each, Optimizer)
             and any(group.get("fused") for group in each.param_groups)
+            and not takes_whole_parameters(each, self.options)
         ):
             raise ValueError(
                 f"the {type(each).__name__} has fused=True, whose kernel rounds the last numbers of a shard "

@@ -21,7 +21,7 @@ from unisono.torch_private import STEP_POST_HOOKS, STEP_PRE_HOOKS
 from unisono.training.parameter_names import parameters_of
 from unisono.training.strategies.ddp import DDPStrategy
 from unisono.training.strategies.sharded import Rebinding, loaded_class
-from unisono.training.strategies.strategy import check_elementwise, given_up
+from unisono.training.strategies.strategy import check_divisible, given_up
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -37,7 +37,7 @@ class ZeRO1Strategy(DDPStrategy):
 
     def check_divisible(self, each: nn.Module | Optimizer) -> None:
         if isinstance(each, Optimizer):
-            check_elementwise(each, self.options, takes_whole=True)
+            check_divisible(each, self.options)
             _check_remade(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -178,10 +178,10 @@ def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
     defaults = {name: value for name, value in optimizer.defaults.items() if takes_any or name in accepted}
     try:
         return make([dict(group) for group in optimizer.param_groups], **defaults)
-    except (TypeError, AttributeError, KeyError) as error:
+    except Exception as error:
         raise TypeError(
             f"strategy='zero1' makes a {kind.__name__} on each rank from its groups and their defaults "
-            f"({', '.join(defaults)}), and that failed: {error}; let its constructor take these, or make a "
+            f"({', '.join(defaults)}), and that failed: {error!r}; let its constructor take these, or make a "
             "ZeroRedundancyOptimizer yourself"
         ) from error
 
