@@ -1,4 +1,4 @@
-"""Who computes Muon's update: the time of a step in which each rank updates all matrices, or its share; two ranks, CPUs.
+"""What it saves that each of two ranks computes Muon's update of its share of the matrices: the time of a step, on CPUs.
 
 python bench/muon.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from blocks import interleave, options, show
@@ -25,7 +26,8 @@ def _steps(_: int, strategy: str, count: int) -> float:
     accelerator = Accelerator(seed=0, strategy=strategy)
     sizes = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)] * (LAYERS // 2)
     model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
-    model, optimizer = accelerator.prepare(model, torch.optim.Muon(model.parameters()))
+    optimizer: Any = torch.optim.Muon(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
     loader = accelerator.prepare(DataLoader(data, ROWS))
     for number, (inputs,) in enumerate(loader):
         if number == 2:
