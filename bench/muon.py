@@ -1,4 +1,4 @@
-"""What it saves that each of two ranks computes Muon's update of its share of the matrices: the time of a step, on CPUs.
+"""Muon on two ranks that each update all matrices, or their share of them: the time of a step, on CPUs.
 
 python bench/muon.py
 """
