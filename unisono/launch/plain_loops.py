@@ -126,7 +126,7 @@ class PlainLoops:
         enter, leave = self._enter, self._leave
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             entered = enter(phase)
             if entered is None:
                 return original(*args, **kwargs)
@@ -135,7 +135,7 @@ class PlainLoops:
             finally:
                 leave(entered)
 
-        return call
+        return wrapped
 
     def _receiving(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(original)

@@ -85,21 +85,18 @@ class DeviceIterator:
         return len(self._parent)
 
     def __next__(self) -> Any:
-        evaluations = self._evaluations
-        if evaluations is None or (torch.is_grad_enabled() and not evaluations.is_awaited):
+        evaluations, received = self._evaluations, self._received
+        if evaluations is None or (received is not None and received.is_learned_from):
             return self._draw()
-        received = self._received
         with evaluations.aside():
             try:
                 batch = self._draw()
             except StopIteration:
-                if received is not None and not received.is_trained:
+                if received is not None:
                     evaluations.end(received.num_met)
                 raise
             if received is None and self._received is not None:
                 self._received.num_met = evaluations.num_met
-        if torch.is_grad_enabled():
-            evaluations.settle()
         return batch
 
     def _draw(self) -> Any:
