@@ -385,12 +385,16 @@ def test_a_preloaded_library_that_has_imported_torchs_functions_gets_ours(run_ap
 
 def test_remote_calls_of_torch_work(run_apart):
     text = """
-import os, torch, torch.distributed.rpc as rpc
+import os, time, torch, torch.distributed.rpc as rpc
+from pathlib import Path
 own = int(os.environ["RANK"])
 rpc.init_rpc(f"worker{own}", rank=own, world_size=2)
 if own == 0:
     print(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 2)).tolist())
 rpc.shutdown()
+Path(f"{own} is done").touch()
+while not Path("1 is done").exists():  # rank 0 has the store that the other one leaves by
+    time.sleep(0.01)
 """
     code, output, errors = run_apart(text, "-n", "2", "--no-prefix")
     assert (code, output.strip()) == (0, "[3.0]"), errors
