@@ -20,6 +20,7 @@ from weakref import WeakMethod
 import torch
 
 from unisono.evaluations import Evaluations
+from unisono.lone_steps import LoneSteps
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
 from unisono.tree import tensors
@@ -165,12 +166,13 @@ class Deliveries:
 
     Attributes:
         evaluations: those without backward passes.
+        lone_steps: those of optimizers by the script itself.
         at_draw: a method that is called with a loop, and its iterator, before it draws its next batch, or ends.
     """
 
     def __init__(self) -> None:
         self.at_draw: WeakMethod[Callable[[Loop, Any], None]] | None = None
-        self.evaluations = Evaluations()
+        self.evaluations, self.lone_steps = Evaluations(), LoneSteps()
         self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
         # By memory: the batches in it, the latest last.
         self._by_memory: StorageMap[list[Batch]] = StorageMap(lambda held: not all(each.is_used for each in held))

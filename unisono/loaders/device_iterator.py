@@ -63,9 +63,11 @@ class DeviceIterator:
         self._balance = balance
         self._deliveries = world.state.deliveries
         self._evaluations: Evaluations | None = None
+        self._num_begun: Callable[[], int] | None = None
         if world.rank == 0 < world.world_size - 1:  # one rank tells
             self._evaluations = self._deliveries.evaluations
-            self._evaluations.follow(getattr(innermost(world.comm), "num_begun", None))
+            self._num_begun = getattr(innermost(world.comm), "num_begun", None)
+            self._evaluations.follow(self._num_begun)
         self._loop: LoopTiming | None = None
         self._received: Loop | None = None
         self._ahead = deque[Outcome[Delivery]]()  # received to know whether the loop ends
@@ -110,6 +112,7 @@ class DeviceIterator:
             own = weakref.ref(self)
             received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own), partial(_tail, own))
             self._loop, self._received = loop, received = LoopTiming(track), received
+            self._deliveries.lone_steps.follow(self._num_begun)
             self._deliveries.note_draw(received, self)
         else:
             self._deliveries.note_draw(received, self)
