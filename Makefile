@@ -1,6 +1,6 @@
-# make demo | test | test-slow | test-all | test-xla | test-newest | test-toy | test-engines | soak | gpu-check | check | docs | package | bench
+# make demo | test | test-slow | test-all | test-xla | test-newest | test-toy | test-engines | test-programs | soak | gpu-check | check | docs | package | bench
 # Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9;
-# for test-newest into .venv-newest, as pip finds it.
+# for test-newest into .venv-newest, and for test-programs into .venv-programs, as pip finds it.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -21,7 +21,10 @@ NEWEST := .venv-newest
 NEWEST_PYTHON ?= $(lastword $(PYTHON) $(sort $(wildcard $(dir $(shell command -v $(PYTHON)))../versions/3.1[3-9].*/bin/python3)))
 NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade
 
-.PHONY: demo test test-slow test-all test-xla test-newest test-toy test-engines soak gpu-check check docs package bench clean
+PROGRAMS := .venv-programs
+PROGRAMS_PIP := $(PROGRAMS)/bin/pip --disable-pip-version-check install --quiet --no-compile
+
+.PHONY: demo test test-slow test-all test-xla test-newest test-toy test-engines test-programs soak gpu-check check docs package bench clean
 
 # The last line is the hash of the weights, the same for DEVICES=1, 2, 3 and 4.
 DEVICES ?= 2
@@ -29,13 +32,13 @@ demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py --devices $(DEVICES)
 
 test: $(VENV)/.test
-	$(BIN)/python $(PYTEST) -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow and not programs"
 
 test-slow: $(VENV)/.test
-	$(BIN)/python $(PYTEST) -m slow
+	$(BIN)/python $(PYTEST) -m "slow and not programs"
 
 test-all: $(VENV)/.test
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST) -m "not programs"
 
 # The engines that clusters run, with Ray; SSH and SLURM where sshd and slurm-wlm are here.
 test-engines: $(VENV)/.test $(VENV)/.engines
@@ -53,7 +56,11 @@ test-xla: $(XLA)/.test
 # With what `pip install` gives users today: the newest torch of the index, and the newest of everything else.
 test-newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pip list | grep -iE "^(torch|triton|numpy|cloudpickle|psutil) "
-	$(NEWEST)/bin/python $(PYTEST) -m "not slow"
+	$(NEWEST)/bin/python $(PYTEST) -m "not slow and not programs"
+
+# Programs of other libraries, by `unisono run` and by torchrun; one after the other, about 5 minutes.
+test-programs: $(PROGRAMS)/.test
+	$(PROGRAMS)/bin/python -m pytest tests/libraries
 
 # On an accelerator of four devices that is made of main memory; g++ builds it.
 test-toy: $(VENV)/.test
@@ -92,7 +99,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python docs/generate/performance.py
 
 clean:
-	rm -rf $(VENV) $(XLA) $(NEWEST) build dist out *.egg-info
+	rm -rf $(VENV) $(XLA) $(NEWEST) $(PROGRAMS) build dist out *.egg-info
 
 # One stamp per extra of setup.cfg: what is installed stays installed.
 $(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python
@@ -123,6 +130,17 @@ $(NEWEST)/.torch: setup.cfg
 
 $(NEWEST)/.test: $(NEWEST)/.torch
 	@$(NEWEST_PIP) --editable '.[test]'
+	@touch $@
+
+# torch first, as above: the others require it, each with bounds of its own.
+$(PROGRAMS)/.torch: setup.cfg
+	@echo "installing torch and the libraries of tests/libraries into $(PROGRAMS): 2 GB with a CPU build of torch, 6 GB with a CUDA build; a few minutes the first time"
+	@test -x $(PROGRAMS)/bin/python || $(PYTHON) -m venv $(PROGRAMS)
+	@$(PROGRAMS_PIP) torch
+	@touch $@
+
+$(PROGRAMS)/.test: $(PROGRAMS)/.torch
+	@$(PROGRAMS_PIP) --editable '.[programs]'
 	@touch $@
 
 $(BIN)/python:
