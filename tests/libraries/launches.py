@@ -47,7 +47,9 @@ def launch(launcher: str, program: Path, directory: Path) -> str:
             output, errors = process.communicate()
             raise AssertionError(f"{launcher} {program.name} takes longer than {LIMIT_S} s\n{errors}") from None
     results = [line for line in output.splitlines() if line.startswith("loss ")]
-    assert process.returncode == 0, f"{launcher} {program.name}\n{output}{errors}"
+    # By torchrun, a rank that has done all is at times aborted by a thread of torch's when its interpreter ends.
+    is_aborted_at_end = launcher == "torchrun" and "terminate called without an active exception" in errors
+    assert process.returncode == 0 or is_aborted_at_end, f"{launcher} {program.name}\n{output}{errors}"
     assert len(results) == 1, f"{launcher} {program.name}\n{output}{errors}"
     return results[0]
 

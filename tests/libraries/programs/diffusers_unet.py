@@ -29,7 +29,7 @@ timesteps = torch.randint(100, (32,))
 dataset = torch.utils.data.TensorDataset(images, noises, timesteps)
 loader = torch.utils.data.DataLoader(dataset, batch_size=8 // accelerator.num_processes)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-lr_scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=8)
+lr_scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=2 * len(loader))
 model, optimizer, loader, lr_scheduler = accelerator.prepare(model, optimizer, loader, lr_scheduler)
 for _ in range(2):
     model.train()
