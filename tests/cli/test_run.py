@@ -18,6 +18,7 @@ from faults import PATIENCE_S, SOON_S, Line, Script
 
 from unisono.backends.cores import usable_cores
 from unisono.cli.main import main
+from unisono.launch import messages
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -25,6 +26,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
     def run(*arguments: str) -> tuple[int, str, str]:
+        messages._said.clear()  # as in a command's own process
         try:
             code: object = main(["run", *arguments])
         except SystemExit as stop:
