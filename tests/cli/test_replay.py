@@ -140,7 +140,7 @@ def test_the_first_difference_is_named_when_it_comes_and_at_the_end(run: Path) -
         SCRIPT.replace("steps = loaded", "optimizer.param_groups[0]['lr'] = 0.2\nsteps = loaded")
     )
     code, output, errors = replay(run, "--step", "14", "-n", "2")
-    said = "no step before is equal; at step 12 the gradient of 0.weight differs first, and 5 more of 6; digest_every=1"
+    said = "no earlier step has digests in both; at step 12 the gradient of 0.weight differs first, and 5 more of 6; "
     assert code == 1
     assert output.startswith(f"replayed steps 11 to 14 on 2 devices: {said}")
     assert f"unisono replay: {said}" in errors
