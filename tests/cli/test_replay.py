@@ -187,7 +187,16 @@ def test_a_run_that_was_resumed_is_replayed_from_what_it_has_loaded(run: Path) -
     assert f"{place}; no checkpoint before step 16 is there any more; put one of them back" in errors
 
 
+def test_a_step_after_the_end_of_the_run_is_refused_before_the_script_starts(run: Path) -> None:
+    code, output, errors = replay(run, "--step", "17")
+    advice = "pass one up to that, or let the script train longer by --args"
+    assert (code, output) == (2, "")
+    assert errors == f"unisono replay: --step 17: the run has finished with step 16; {advice}\n"
+
+
 def test_a_script_that_ends_before_the_step_is_no_replay(run: Path) -> None:
+    record = run / "logs" / "latest" / "rank-0.jsonl"
+    record.write_text("".join(line for line in record.open() if '"end"' not in line))  # as of one that was killed
     before = files_in(run)
     code, output, errors = replay(run, "--step", "20", "-n", "2")
     assert (code, output.splitlines()[-1]) == (2, "the script ended after step 16, before step 20")
