@@ -65,7 +65,7 @@ Kept2 = TypeVar("Kept2", bound=nn.Module | Optimizer | LRScheduler)
 Kept3 = TypeVar("Kept3", bound=nn.Module | Optimizer | LRScheduler)
 
 
-@explain_unknown_names()
+@explain_unknown_names({name: f"pass mixed_precision={name!r}" for name in ("bf16", "fp16")})
 class Accelerator(RankView, Tracked, CheckpointMethods):
     """Runs a plain training loop on one device, on the threads of a DataParallel, or in spawned workers.
 

@@ -730,6 +730,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, monke
     ("arguments", "words"),
     [
         (["-n", "0", "t.py"], "'0' is not an integer of at least 1, nor auto, gpu or cpu"),
+        (["-np", "2", "t.py"], "there is no option -np; write -n 2"),
         (["--nproc_per_nod", "2", "t.py"], "usage: unisono"),
         (["--nnodes", "2:1", "t.py"], "'2:1' is not a number of machines"),
         (["--timeout", "nan", "t.py"], "'nan' is not a positive number"),

@@ -179,6 +179,19 @@ def test_without_a_name_top_shows_the_runs_that_go_on(tmp_path: Path, capsys, mo
     assert shown.count("outside loops") + shown.count("begins") >= 2
 
 
+def test_without_a_name_report_is_of_the_run_that_goes_on_else_of_logs(copied: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(copied.parent)
+    (copied.parent / "logs").symlink_to(copied)
+    for runs, directory in (([copied], copied), ([], Path("logs"))):
+        monkeypatch.setattr("unisono.cli.report.running_runs", lambda runs=runs: runs)
+        assert main(["report"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"page: {directory.absolute() / 'report.html'}"
+    monkeypatch.setattr("unisono.cli.report.running_runs", lambda: [copied, copied.parent])
+    with pytest.raises(SystemExit, match="2"):
+        main(["report"])
+    assert f"{copied}, {copied.parent}; pass one of them as RUN" in capsys.readouterr().err
+
+
 def test_a_killed_rank_leaves_what_it_did_and_is_named(tmp_path: Path) -> None:
     with by_value(train), pytest.raises(WorkerDiedError):
         spawn(lambda _: train(dies=True), nprocs=2, backend="cpu", output=Output(tmp_path))
