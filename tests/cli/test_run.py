@@ -518,12 +518,12 @@ if "again" in sys.argv:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("whole", "0 steps, 0 samples/s; unisono report {log}"),
+        ("whole", "0 steps, 0 samples/s in loops; unisono report {log}"),
         ("full", "its record is incomplete; unisono report {log}"),
         (
             "again",
-            "0 steps, 0 samples/s in the last attempt; 1 restart(s), 0 steps repeated, 0.0% of the time made progress; "
-            "checkpoint {here}/a/checkpoint_0; unisono report {log}",
+            "0 steps, 0 samples/s in loops in the last attempt; 1 restart(s), 0 steps repeated, 0.0% of the time made "
+            "progress; checkpoint {here}/a/checkpoint_0; unisono report {log}",
         ),
     ],
 )

@@ -28,6 +28,7 @@ from unisono.report.live import describe, is_alive, logged_line
 from unisono.report.page import _charts_of_logged, page_data
 from unisono.report.record import Recorder
 from unisono.report.run import Run, read_run
+from unisono.report.text import table_of
 from unisono.report.trace import write_trace
 from unisono.timeline import BACKWARD, FETCH, FORWARD, LOG, REDUCE, STEP
 from unisono.world import solo_world, use_world
@@ -113,6 +114,24 @@ def test_commands_show_it_and_write_a_page_and_a_trace(run: Run, tmp_path: Path,
     assert main(["report", str(run.directory), str(run.directory)]) == 0
     assert "samples/s" in capsys.readouterr().out
     assert "1.000" in compare(run, run)
+
+
+def test_each_rate_says_which_time_it_is_over(run: Run, tmp_path: Path, capsys) -> None:
+    seconds = max(each.loop_seconds for each in run.report.ranks)
+    assert f" samples/s over 2 rank(s), in the {seconds:,.2f} s that" in table_of(run.report)
+    assert page_data(run)["facts"][3].endswith(" per second in loops")
+    assert "samples/s in loops" in page_data(run)["table"][0]
+    assert "rates: of the last second; of a rank that has ended, of all its time, also outside loops" in describe(run)
+    going_on = replace(run, ranks=[replace(each, end=None) for each in run.ranks])
+    assert "rates: of the last second" in describe(going_on)
+
+
+def test_the_end_of_a_rank_is_beside_it_in_the_page_and_short(run: Run) -> None:
+    failed = replace(run.ranks[1], end="CollectiveMismatchError: rank 0 called barrier() while rank 1 ...")
+    table = page_data(replace(run, ranks=[run.ranks[0], failed]))["table"]
+    ends = [["rank", "end"], ["0", "finished"], ["1", "CollectiveMismatchError"]]
+    assert [row[:2] for row in table] == ends
+    assert len({*map(len, table)}) == 1
 
 
 def test_the_page_and_json_begin_with_settings_versions_and_what_was_logged_last(run: Run) -> None:
