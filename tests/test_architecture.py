@@ -24,7 +24,7 @@ ROOT = Path(unisono.__file__).parent
 # A part is a module or a folder directly under the package. Imports go down only.
 FLOORS = (
     "errors protocols pickling stacks preemption outcome evaluations randomness tree timeline storages rows "
-    "foreign_names strategies arguments terminal torch_private virtual_ranks",
+    "foreign_names graphs lone_steps strategies arguments terminal torch_private virtual_ranks",
     "deliveries backends comm",
     "world report",
     "loaders training launch precision placement tracking",

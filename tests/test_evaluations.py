@@ -110,8 +110,28 @@ def count_after_a_sum(run: Run) -> None:
     count(run)
 
 
+def count_with_gradients(run: Run, loader: str = "tested") -> torch.Tensor:
+    """As in a loop whose writer has forgotten `no_grad`."""
+    right = torch.zeros(())
+    for x, y in run[loader]:
+        right += (run["model"](x).argmax(1) == y).sum()
+    return right
+
+
+def of_two_sets_with_gradients(run: Run) -> None:
+    run["accelerator"].reduce(count_with_gradients(run) + count_with_gradients(run, "streamed"), "sum")
+
+
+def accumulate(run: Run) -> None:
+    """A loop that leaves gradients for a later step."""
+    with run["accelerator"].no_sync(run["model"]):
+        for x, _ in run["tested"]:
+            run["accelerator"].backward(run["model"](x).square().mean())
+    run["model"].zero_grad()
+
+
 COUNTED: list[Evaluate] = [mean, accuracy, gather, reduce, gather_counts, of_two_sets, after_a_barrier]
-COUNTED += [look_at_the_first]
+COUNTED += [look_at_the_first, of_two_sets_with_gradients]
 BY_HAND: list[Evaluate] = [count, wait, save, count_stream, count_after_a_sum, count_beside_another_mean]
 
 
@@ -145,15 +165,24 @@ def test_an_evaluation_of_which_something_is_gathered_passes_in_silence(mode: Mo
     assert mode.run(body) == [[], []]
 
 
-@pytest.mark.parametrize(("evaluate", "at"), [*((way, "the end") for way in BY_HAND), (count, "amid")])
+@pytest.mark.parametrize(
+    ("evaluate", "at"), [*((way, "the end") for way in [*BY_HAND, count_with_gradients]), (count, "amid")]
+)
 def test_one_that_each_rank_counts_by_hand_is_told_of_once_with_its_place(
     mode: Mode, evaluate: Evaluate, at: str, tmp_path: Path
 ) -> None:
     said, *others = mode.run(lambda: train(evaluate, str(tmp_path), at))
     assert len(said) == 1
-    assert f'the loop in count ("{__file__}", line ' in said[0]
+    assert (
+        f'the loop in count{"_with_gradients" if evaluate is count_with_gradients else ""} ("{__file__}", line '
+        in said[0]
+    )
     assert ADVICE in said[0]
     assert mode is THREADS_2 or others == [[]]
+
+
+def test_a_loop_that_leaves_gradients_is_no_evaluation(mode: Mode, tmp_path: Path) -> None:
+    assert mode.run(lambda: train(accumulate, str(tmp_path))) == [[], []]
 
 
 def test_on_one_device_nothing_is_said(tmp_path: Path) -> None:

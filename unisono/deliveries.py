@@ -20,6 +20,7 @@ from weakref import WeakMethod
 import torch
 
 from unisono.evaluations import Evaluations
+from unisono.lone_steps import LoneSteps
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
 from unisono.tree import tensors
@@ -118,6 +119,7 @@ class Loop:
         is_sized: whether the number of rows of every batch is known.
         gathered: the number of the batch of which a metric was taken last; 0 if a later one had been delivered.
         is_evaluation: whether all batches were delivered with gradients disabled.
+        is_learned_from: whether a backward pass was computed from a batch.
         is_exhausted: whether it has ended with its last batch.
         is_settled: whether it does not matter where it is left.
         num_used: the number of batches that passes with gradients were computed from.
@@ -136,7 +138,8 @@ class Loop:
     ) -> None:
         self.ends_here, self.lengths, self.tail = ends_here, lengths, tail
         self.is_evaluation = self.is_open = self.is_sized = True
-        self.is_exhausted = self.begins_ahead = self.lags = self.has_repeated = self.is_settled = False
+        self.is_exhausted = self.begins_ahead = self.lags = self.has_repeated = False
+        self.is_settled = self.is_learned_from = False
         self.num_batches = self.num_rows = self.gathered = self.num_used = self.num_met = 0
         self.last: Batch | Any = None
         self.seeding: Callable[[], int] | None = None
@@ -162,13 +165,14 @@ class Deliveries:
     """The loops of one rank.
 
     Attributes:
-        evaluations: those without gradients.
+        evaluations: those without backward passes.
+        lone_steps: those of optimizers by the script itself.
         at_draw: a method that is called with a loop, and its iterator, before it draws its next batch, or ends.
     """
 
     def __init__(self) -> None:
         self.at_draw: WeakMethod[Callable[[Loop, Any], None]] | None = None
-        self.evaluations = Evaluations()
+        self.evaluations, self.lone_steps = Evaluations(), LoneSteps()
         self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
         # By memory: the batches in it, the latest last.
         self._by_memory: StorageMap[list[Batch]] = StorageMap(lambda held: not all(each.is_used for each in held))
@@ -285,13 +289,18 @@ class Deliveries:
 
     def use(self, batch: Batch) -> None:
         """Note that a pass with gradients is computed from a batch."""
-        self.evaluations.settle()
         if not batch.is_used:
             batch.is_used, loop = True, batch.loop
             loop.begins_ahead = loop.begins_ahead or (not loop.num_used and loop.num_batches > 1)
             loop.num_used += 1
         batch.loop.lags = not batch.loop.last.is_used
         self._used = batch
+
+    def learn(self, batch: Batch | None) -> None:
+        """Note that a backward pass begins, from a batch or data of no loader."""
+        self.evaluations.settle()
+        if batch is not None:
+            batch.loop.is_learned_from = True
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
         """What inputs in other memory than any batch's may have been computed from, the most likely one first; None

@@ -1,4 +1,4 @@
-"""Evaluations: loops without gradients, and whether the ranks have met for what these have counted.
+"""Evaluations: loops without backward passes, and whether the ranks have met for what these have counted.
 
 A rank evaluates its part of the data. What its loop counts by itself, `right += ...`, is of that part: if the ranks
 have gathered and reduced nothing since the loop began until they train again, or end, a line says so, once for each
@@ -67,10 +67,10 @@ class Evaluations:
         for place in self._places:
             self._told.add(place)
             logger.warning(
-                "the loop in %s has ended, without gradients, and the ranks have gathered and reduced nothing since it "
-                "began: what it has counted is of the samples of one rank, not of all; count with unisono.Mean() or "
-                "Accuracy(), or gather rows with accelerator.gather_for_metrics((predictions, labels)), or count the "
-                "first loader.valid_samples rows of each batch alone, and add the counts up: "
+                "the loop in %s has ended, without backward passes, and the ranks have gathered and reduced nothing "
+                "since it began: what it has counted is of the samples of one rank, not of all; count with "
+                "unisono.Mean() or Accuracy(), or gather rows with accelerator.gather_for_metrics((predictions, "
+                "labels)), or count the first loader.valid_samples rows of each batch alone, and add the counts up: "
                 'accelerator.reduce(torch.tensor(count), "sum")',
                 place,
             )

@@ -268,13 +268,136 @@ print("went on")
 """
 
 
-def test_a_message_behind_a_collective_that_has_only_begun_is_said_to_need_gloo(run, script):
-    name = script(CROSSED)
+GROUPS_IN_TWO_ORDERS = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+from unisono.comm.shared_memory import meeting_point
+meeting_point._SAY_S = 0.1
+dist.init_process_group("gloo")
+groups = [dist.new_group([0, 1], timeout=timedelta(seconds=3)) for _ in range(2)]
+begun = [dist.all_reduce(torch.ones(1), group=each, async_op=True) for each in groups[:: 1 - 2 * dist.get_rank()]]
+[each.wait() for each in begun]
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [(CROSSED, "may wait for a message"), (GROUPS_IN_TWO_ORDERS, "in a collective of another group")]
+)
+def test_what_waits_behind_a_collective_that_has_only_begun_is_said_to_need_gloo(run, script, text, why):
+    name = script(text)
     code, _, errors = run("-n", "2", "--backend", "cpu", name)
     assert code != 0
-    assert "they wait for each other" in errors
+    assert why in errors
+    assert "they may wait for each other" in errors
     code, output, errors = run("-n", "2", "--backend", "cpu", "--process-group", "gloo", "--no-prefix", name)
     assert (code, output.split("\n")[:2]) == (0, ["went on", "went on"]), errors
+
+
+# Each rank makes worlds of its own, as a sweep or an evaluation does: by forks, and by the environment.
+WORLDS = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+own = int(os.environ["RANK"])
+
+def total(value):
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return dist.get_rank(), dist.get_world_size(), tensor.item()
+
+def child(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    assert total((rank + 1) * 100.0**own) == (rank, 2, 3 * 100.0**own)
+    dist.destroy_process_group()
+
+def free_port():
+    import socket
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+mp.start_processes(child, args=(free_port(),), nprocs=2, start_method="fork")
+before = dict(os.environ)
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+dist.init_process_group("gloo")
+assert total(1.0) == (0, 1, 1.0)
+dist.destroy_process_group()
+os.environ.update(before)
+dist.init_process_group("gloo")
+assert total(1.0) == (own, 2, 2.0)
+if type(dist.group.WORLD).__name__ == "SharedMemoryGroup":  # a fork that ends its copy of gloo's waits for ever
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+    else:
+        dist.destroy_process_group()
+        os._exit(0)
+assert total(2.0) == (own, 2, 4.0)
+dist.destroy_process_group()
+print("had its own")
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--process-group", "gloo"]], ids=["shm", "gloo"])
+def test_worlds_that_a_rank_makes_of_its_own_have_nothing_of_the_other_ranks(run_apart, options):
+    code, output, errors = run_apart(WORLDS, "-n", "2", "--no-prefix", *options)
+    assert (code, output.splitlines()) == (0, ["had its own"] * 2), errors
+
+
+@pytest.mark.slow
+def test_a_model_that_is_compiled_around_ddp_trains(run_apart):
+    text = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+model = torch.compile(DistributedDataParallel(layers), backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 4)).square().mean().backward()
+    optimizer.step()
+print("trained", [each.sum().item() for each in model.parameters()])
+"""
+    found = []
+    for options in ([], ["--process-group", "gloo"]):
+        code, output, errors = run_apart(text, "-n", "2", "--no-prefix", *options)
+        assert code == 0, errors
+        found += output.splitlines()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+def test_a_preloaded_library_that_has_imported_torchs_functions_gets_ours(run_apart, tmp_path, monkeypatch):
+    names = "init_process_group, all_reduce, get_backend, destroy_process_group"
+    (tmp_path / "library.py").write_text(f"from torch.distributed import {names}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    text = (
+        "import torch, library\nlibrary.init_process_group('gloo')\ntotal = torch.ones(2)\n"
+        "library.all_reduce(total)\nprint(total.tolist(), library.get_backend())\nlibrary.destroy_process_group()"
+    )
+    code, output, errors = run_apart(text, "-n", "2", "--no-prefix", "--preload", "library")
+    assert (code, output.splitlines()) == (0, ["[2.0, 2.0] gloo"] * 2), errors
+
+
+def test_remote_calls_of_torch_work(run_apart):
+    text = """
+import os, time, torch, torch.distributed.rpc as rpc
+from pathlib import Path
+own = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{own}", rank=own, world_size=2)
+if own == 0:
+    print(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 2)).tolist())
+rpc.shutdown()
+Path(f"{own} is done").touch()
+while not Path("1 is done").exists():  # rank 0 has the store that the other one leaves by
+    time.sleep(0.01)
+"""
+    code, output, errors = run_apart(text, "-n", "2", "--no-prefix")
+    assert (code, output.strip()) == (0, "[3.0]"), errors
 
 
 # Written for torchrun: nothing of this package in it.

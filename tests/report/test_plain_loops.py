@@ -261,6 +261,26 @@ def test_of_optimizers_that_step_in_turn_one_counts(tmp_path: Path) -> None:
     assert run(tmp_path, program) == [[STEPS, STEPS, 2 * STEPS, 2 * STEPS]]
 
 
+def test_optimizers_that_step_in_the_backward_pass_are_counted_once_a_pass(tmp_path: Path) -> None:
+    def program() -> int:
+        model, _ = parts()
+        own = {each: torch.optim.SGD([each], 0.01) for each in model.parameters()}
+
+        def step(parameter: torch.Tensor) -> None:
+            own[parameter].step()
+            own[parameter].zero_grad()
+
+        def loop() -> None:
+            for x in batches():
+                model(x).mean().backward()
+
+        for each in own:
+            each.register_post_accumulate_grad_hook(step)
+        return measure(loop).steps
+
+    assert run(tmp_path, program) == [STEPS]
+
+
 def test_a_closure_is_not_the_optimizers_time(tmp_path: Path) -> None:
     def program() -> tuple[Passed, Passed]:
         model, _ = parts()

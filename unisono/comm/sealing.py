@@ -197,7 +197,7 @@ def seal_objects(world: str) -> None:
 
     def place_of(group: Any) -> str:
         default: Any = dist.group.WORLD
-        return f"objects of group {(group or default).group_name} in world {world}"
+        return f"objects of group {getattr(group or default, 'group_name', 'of a backend')} in world {world}"
 
     def encode(value: Any, device: torch.device, group: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         data, _ = to_tensor(value, device, group, *others)

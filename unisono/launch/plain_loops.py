@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
-from unisono.launch.script_group import replace_function
+from unisono.launch.script_group import replace_functions
 from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, REDUCE, STEP, Track, Waits
 from unisono.tree import batch_size, flat_tensors, nbytes
 from unisono.world import World
@@ -51,7 +51,7 @@ _INTERRUPTED: dict[str, tuple[str | None, ...]] = {  # by each phase; never "ste
     EVALUATE: (None, COMPUTE),
     BACKWARD: (*_BODY, FORWARD),
     REDUCE: (FETCH, COMPUTE, EVALUATE, FORWARD, BACKWARD),  # outside loops, ranks meet to begin, for example
-    STEP: (*_BODY, FORWARD),
+    STEP: (*_BODY, FORWARD, BACKWARD),
 }
 _OF_REDUCER = ("allreduce", "broadcast")  # which it calls itself, of a group
 _COLLECTIVES = (
@@ -116,9 +116,8 @@ class PlainLoops:
         for owner, name, phase in kinds:
             setattr(owner, name, self._in_phase(phase, getattr(owner, name)))
         LoaderIterator.__next__ = self._receiving(LoaderIterator.__next__)
-        for name in _COLLECTIVES:
-            if original := getattr(dist, name, None):
-                replace_function(name, self._in_phase(REDUCE, original))
+        collectives = {name: each for name in _COLLECTIVES if (each := getattr(dist, name, None))}
+        replace_functions(**{name: self._in_phase(REDUCE, each) for name, each in collectives.items()})
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
 
@@ -126,7 +125,7 @@ class PlainLoops:
         enter, leave = self._enter, self._leave
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             entered = enter(phase)
             if entered is None:
                 return original(*args, **kwargs)
@@ -135,7 +134,7 @@ class PlainLoops:
             finally:
                 leave(entered)
 
-        return call
+        return wrapped
 
     def _receiving(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(original)

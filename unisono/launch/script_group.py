@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from unisono.comm.operations import HOST
 from unisono.comm.sealing import check_members
 from unisono.comm.shared_memory.process_group import NAME, SharedMemoryGroup
 from unisono.comm.shutdown import free_reducers_before_groups
+from unisono.graphs import leave_out_of_graphs
 from unisono.launch.messages import say_once
 from unisono.torch_private import default_store
 from unisono.world import current_world
@@ -50,22 +52,30 @@ def let_scripts_initialise() -> None:
     """
     free_reducers_before_groups()
     accept_device_ids()
+    leave_out_of_graphs()  # as gloo's are, which are no Python
     count_group(dist.group.WORLD)
-    for name in _CREATE:
-        if original := getattr(dist, name, None):
-            replace_function(name, functools.partial(_create_counted, original))
     names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what groups are called for scripts
-    replace_function("get_backend", functools.partial(_called, dist.get_backend, names))
-    replace_function("destroy_process_group", functools.partial(_destroy_counted, dist.destroy_process_group))
     shares_memory = isinstance(dist.group.WORLD, SharedMemoryGroup)  # which ranks of several machines do not
     # Weak: a reference would keep the group alive after the script has destroyed it.
     ours = weakref.ref(dist.group.WORLD)
     store = default_store()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    process, rank, world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
     backend = dist.get_backend_config()
-    numbers = itertools.count(1)
+    numbers, inherited = itertools.count(1), []
 
     def initialise(original: Callable[..., None], asked: dict[str, Any]) -> None:
+        is_announced = asked.get("store") is None and asked.get("init_method") in _OURS
+        if os.getpid() != process or (is_announced and _asked(asked, "world_size", world_size) != world_size):
+            # Another world, which is torch's alone.
+            if dist.is_initialized() and dist.group.WORLD is ours():
+                if os.getpid() != process:
+                    inherited.append(dist.group.WORLD)  # a fork's copy: to end it would end its parent's, or wait
+                    dist.GroupMember.WORLD = None
+                else:
+                    dist.destroy_process_group()
+            original(**asked)
+            count_group(dist.group.WORLD)
+            return
         if asked.get("backend") in family_names():
             if dist.is_initialized():
                 return
@@ -75,18 +85,14 @@ def let_scripts_initialise() -> None:
         ):
             names[NAME] = dist.Backend(asked.get("backend") or dist.Backend.GLOO)
             asked["backend"] = NAME
-        is_met_in_store = asked.get("store") is None and asked.get("init_method") in _OURS
-        if is_met_in_store:
+        if is_announced:
             # A group that was destroyed has left its addresses in the store.
             asked["store"] = dist.PrefixStore(f"unisono/group/{next(numbers)}", store)  # type: ignore[attr-defined]
-            asked["init_method"] = None
-            for name, own in (("rank", rank), ("world_size", world_size)):
-                if asked.get(name, -1) == -1:
-                    asked[name] = own
+            asked |= {"init_method": None, "rank": _asked(asked, "rank", rank), "world_size": world_size}
         if dist.is_initialized() and dist.group.WORLD is ours():
             dist.destroy_process_group()
         original(**asked)
-        if is_met_in_store:  # wait for all: one that ends its group early would close connections that a peer opens
+        if is_announced:  # wait for all: one that ends its group early would close connections that a peer opens
             if asked["store"].add("begun", 1) == asked["world_size"]:
                 asked["store"].set("all_begun", "")
             asked["store"].wait(["all_begun"])
@@ -95,7 +101,20 @@ def let_scripts_initialise() -> None:
             say_once(_IN_SHARED_MEMORY)
         count_group(dist.group.WORLD)
 
-    replace_init(initialise)
+    create = {name: functools.partial(_create_counted, made) for name in _CREATE if (made := getattr(dist, name, None))}
+    replace_functions(
+        **create,
+        get_backend=functools.partial(_called, dist.get_backend, names),
+        destroy_process_group=functools.partial(_destroy_counted, dist.destroy_process_group),
+        init_process_group=initialising(initialise),
+    )
+
+
+def _asked(asked: Mapping[str, Any], name: str, own: int) -> int:
+    """The rank or the number of ranks that a script asks for, by an argument or by what it has left in the
+    environment."""
+    given = asked.get(name, -1)
+    return int(os.environ.get(name.upper()) or own) if given in (-1, None) else int(given)
 
 
 def _is_of_gloo(asked: Mapping[str, Any]) -> bool:
@@ -109,8 +128,8 @@ def _called(original: Callable[..., Any], names: Mapping[str, Any], group: Any =
     return names.get(found, found)
 
 
-def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], None]) -> None:
-    """Let torch's `init_process_group` call that function, with torch's own and the arguments that were given."""
+def initialising(initialise: Callable[[Callable[..., None], dict[str, Any]], None]) -> Callable[..., None]:
+    """An `init_process_group` that calls that function, with torch's own and the arguments that were given."""
     original = dist.init_process_group
     signature = inspect.signature(original)
 
@@ -118,7 +137,7 @@ def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], Non
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         initialise(original, signature.bind(*args, **kwargs).arguments)
 
-    replace_function("init_process_group", init_process_group)
+    return init_process_group
 
 
 def accept_device_ids() -> None:
@@ -177,10 +196,17 @@ def _destroy_counted(original: Callable[..., None], group: Any = None) -> None:
     original(group)
 
 
-def replace_function(name: str, function: Callable[..., Any]) -> None:
-    """Let all of torch call `function` in place of its own function of that name."""
-    original = getattr(dist, name)
-    function = functools.update_wrapper(function, original)
-    for module in [each for key, each in sys.modules.items() if key.startswith(dist.__name__)]:
-        if vars(module).get(name) is original:
-            setattr(module, name, function)
+def replace_functions(**functions: Callable[..., Any]) -> None:
+    """Let all modules that have imported one of these functions of torch.distributed call the given one instead."""
+    replaced = {
+        name: (getattr(dist, name), functools.update_wrapper(each, getattr(dist, name)))
+        for name, each in functions.items()
+    }
+    for key, module in list(sys.modules.items()):
+        first = key.partition(".")[0]
+        if first in sys.stdlib_module_names or (first == "torch" and not key.startswith(dist.__name__)):
+            continue  # most of all, and they hold none
+        held = getattr(module, "__dict__", {})
+        for name, (original, function) in replaced.items():
+            if held.get(name) is original:
+                setattr(module, name, function)

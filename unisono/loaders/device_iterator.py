@@ -63,9 +63,11 @@ class DeviceIterator:
         self._balance = balance
         self._deliveries = world.state.deliveries
         self._evaluations: Evaluations | None = None
+        self._num_begun: Callable[[], int] | None = None
         if world.rank == 0 < world.world_size - 1:  # one rank tells
             self._evaluations = self._deliveries.evaluations
-            self._evaluations.follow(getattr(innermost(world.comm), "num_begun", None))
+            self._num_begun = getattr(innermost(world.comm), "num_begun", None)
+            self._evaluations.follow(self._num_begun)
         self._loop: LoopTiming | None = None
         self._received: Loop | None = None
         self._ahead = deque[Outcome[Delivery]]()  # received to know whether the loop ends
@@ -85,21 +87,18 @@ class DeviceIterator:
         return len(self._parent)
 
     def __next__(self) -> Any:
-        evaluations = self._evaluations
-        if evaluations is None or (torch.is_grad_enabled() and not evaluations.is_awaited):
+        evaluations, received = self._evaluations, self._received
+        if evaluations is None or (received is not None and received.is_learned_from):
             return self._draw()
-        received = self._received
         with evaluations.aside():
             try:
                 batch = self._draw()
             except StopIteration:
-                if received is not None and not received.is_trained:
+                if received is not None:
                     evaluations.end(received.num_met)
                 raise
             if received is None and self._received is not None:
                 self._received.num_met = evaluations.num_met
-        if torch.is_grad_enabled():
-            evaluations.settle()
         return batch
 
     def _draw(self) -> Any:
@@ -113,6 +112,7 @@ class DeviceIterator:
             own = weakref.ref(self)
             received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own), partial(_tail, own))
             self._loop, self._received = loop, received = LoopTiming(track), received
+            self._deliveries.lone_steps.follow(self._num_begun)
             self._deliveries.note_draw(received, self)
         else:
             self._deliveries.note_draw(received, self)

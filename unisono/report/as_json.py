@@ -21,7 +21,7 @@ def as_json(run: Run) -> dict[str, Any]:
     report, restarts = run.report, run.restarts
     return {
         "format": FORMAT,
-        "directory": str(run.directory),
+        "directory": str(run.directory.resolve()),
         "command": run.command,
         "settings": _finite(run.settings),
         "versions": run.versions,

@@ -4,19 +4,15 @@ compiled: it stores compiled code with the code of `forward`, with the weights a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from unisono.torch_private import CALL, COMPILED_CALL, GRAPH_RULES, set_lru_cache
+from unisono.graphs import leave_out_of_graphs
+from unisono.torch_private import CALL, COMPILED_CALL, set_lru_cache
 
 
 def compile_module(module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -58,33 +54,4 @@ def keep_out_of_graphs() -> None:
     # after some repetitions torch gives up and runs the model uncompiled.
     if set_lru_cache is not None:
         set_lru_cache(False)
-    if GRAPH_RULES in sys.modules:
-        _leave_out()
-    else:
-        sys.meta_path.insert(0, _Compiler())
-
-
-def _leave_out() -> None:
-    from unisono.torch_private import leave_out_of_graphs
-
-    leave_out_of_graphs(__package__.partition(".")[0])
-
-
-class _Compiler(MetaPathFinder):
-    """Waits for torch's compiler, whose import takes seconds that most scripts need not spend."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != GRAPH_RULES:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None, "the import would fail"
-        assert spec.loader is not None, "it is a file"
-        execute = spec.loader.exec_module
-
-        def execute_and_add(module: ModuleType) -> None:
-            execute(module)
-            _leave_out()
-
-        spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]
-        return spec
+    leave_out_of_graphs()

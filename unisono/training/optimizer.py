@@ -202,6 +202,7 @@ def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None
         part, factor, place = steps.fraction(), steps.factor(), steps.step.place()
     else:
         origin = origin or find_origin(world)
+        world.state.deliveries.learn(origin.batch)
         # A sum of plain backward passes: the batches need not be of one size, but one number weighs them all.
         check_counts(origin.candidates, world, is_mean=False)
         claim = claim_of(origin.batch, None, world)

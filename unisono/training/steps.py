@@ -75,6 +75,7 @@ class Steps(Machine):
             ValueError: nothing is counted, since it has no known claim, or its claim does not fit those of the step.
         """
         batch = origin.batch
+        self.world.state.deliveries.learn(batch)
         parts = 0 if batch is None or batch.draw is None else batch.draw.carried.count
         if batch is not None and parts != self.step.policy.parts:
             raise ValueError(

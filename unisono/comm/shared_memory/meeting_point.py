@@ -22,6 +22,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -33,12 +34,12 @@ from unisono.comm.shared_memory.notes import Notes
 from unisono.errors import CollectiveMismatchError
 from unisono.stacks import describe_call, own_frames
 
-_COUNT, _STATE, _CONNECTED = 0, 4, 12  # offsets of a rank's words in its header
+_COUNT, _STATE, _CONNECTED, _ELSEWHERE = 0, 4, 12, 16  # offsets of a rank's words in its header
 _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
 # A process that dies wakes no sleeper, so a peer's lock and the deadline are checked after each nap.
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
-_SAY_S = 10.0  # how long a rank waits for one that it can send messages before it says that this may be a deadlock
+_SAY_S = 10.0  # how long a rank waits for one that may wait for it before it says that this may be a deadlock
 _GRACE_S = 2.0  # how long a rank that has found a difference waits for the others, to name their places
 _WORD = 2**32
 _ENDED = f"came to {END}"
@@ -46,6 +47,8 @@ _LOOPS = 64  # more than a page of notes has
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
 
 logger = logging.getLogger(__name__)
+
+_open: weakref.WeakSet[MeetingPoint] = weakref.WeakSet()  # of this process
 
 
 class MeetingPoint:
@@ -61,6 +64,7 @@ class MeetingPoint:
         self.rank, self.size = mapping.rank, mapping.size
         self.turn = 0
         self.timeout = timeout
+        self._process = os.getpid()
         self.lock = threading.RLock()
         self._mapping = mapping
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapping.memory))
@@ -72,6 +76,7 @@ class MeetingPoint:
         self._loops: dict[str, str] = {}  # the places of the latest ones
         self._name = ""  # of the next collective, if its caller has given it one
         self.is_closed = False
+        _open.add(self)
 
     def announce(self, action: str) -> dict[int, str]:
         """Note what this rank does before its next collective; sends nothing, and waits for nobody, unless the page is
@@ -143,8 +148,9 @@ class MeetingPoint:
             self._wait_for(rank, timeout_s)
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent."""
-        if not self.is_closed:
+        """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent. A fork's copy
+        leaves for nobody."""
+        if not self.is_closed and os.getpid() == self._process:
             self.is_closed = True
             # Before the wake-up, after which sleepers look at it.
             self._words[self._state_at[self.rank] // 4] = _BROKEN if is_broken else _LEFT
@@ -185,6 +191,27 @@ class MeetingPoint:
         """Whether that rank can be sent messages."""
         return bool(self._words[(self._mapping.header_of(rank) + _CONNECTED) // 4])
 
+    def _say_that_it_waits(self, rank: int, is_told: bool) -> bool:
+        """Let this process's other groups know that it waits in this one. Warn if that rank may wait for this one;
+        returns whether it was told."""
+        for each in list(_open):
+            if each is not self and not each.is_closed:
+                each._set_elsewhere(True)
+        waits_elsewhere = bool(self._words[(self._mapping.header_of(rank) + _ELSEWHERE) // 4])
+        if is_told or not (waits_elsewhere or self.is_connected(rank)):
+            return is_told
+        logger.warning(
+            "rank %d has waited %g s for rank %d in a collective%s, and rank %d %s: they may wait for each other, "
+            "since in shared memory a collective with async_op=True is complete when it returns; begin them in one "
+            "order on all ranks, or let them go on by `unisono run --process-group gloo`",
+            *(self.rank, _SAY_S, rank, f", {place}" if (place := describe_call(own_frames())) else "", rank),
+            "waits in a collective of another group" if waits_elsewhere else "may wait for a message of this one",
+        )
+        return True
+
+    def _set_elsewhere(self, is_elsewhere: bool) -> None:
+        self._words[(self._mapping.header_of(self.rank) + _ELSEWHERE) // 4] = is_elsewhere
+
     def _wait_for(self, rank: int, limit_s: float | None) -> None:
         words, word, turn = self._words, self._count_at[rank] // 4, self.turn
         for _ in range(_SPINS):
@@ -193,26 +220,23 @@ class MeetingPoint:
             os.sched_yield()
         timeout_s = self.timeout.total_seconds() if limit_s is None else limit_s
         deadline, say_at, nap_s = time.monotonic() + timeout_s, time.monotonic() + _SAY_S, _FIRST_NAP_S
+        has_said = is_told = False
         while True:
             # Read before the check: if the word changes after that, the futex does not sleep.
             seen = words[word]
             if self._has_come(rank):
-                return
+                break
             missing = self.missing()
             for each in missing:
                 # otherwise it left after this meeting
                 if self.is_closed or (self._absence_of(each) and not self._has_come(each)):
                     self.check_presence(each)
-            if time.monotonic() > say_at and self.is_connected(rank):
-                say_at = deadline + 1
-                logger.warning(
-                    "rank %d has waited %g s for rank %d in a collective: if rank %d waits for a message of this one, "
-                    "as from send(), they wait for each other: in shared memory, a collective with async_op=True is "
-                    "complete when it returns; `unisono run --process-group gloo` lets them go on",
-                    *(self.rank, _SAY_S, rank, rank),
-                )
+            if time.monotonic() > say_at:
+                has_said, is_told = True, self._say_that_it_waits(rank, is_told)
             if time.monotonic() > deadline:
                 waited = f"waited {timedelta(seconds=timeout_s)} for {name_ranks(missing)}"
                 raise dist.DistNetworkError(f"{waited}, which is the timeout of the call")
             futex.wait(self._address + self._count_at[rank], seen, nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        for group in list(_open) if has_said else ():
+            group._set_elsewhere(False)

@@ -27,7 +27,7 @@ from unisono.errors import StoppedError
 from unisono.launch.hosts.environment import announced_place, take, within
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import count_of
-from unisono.launch.script_group import replace_init
+from unisono.launch.script_group import initialising, replace_functions
 from unisono.launch.worker import exit_error
 from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
@@ -126,7 +126,7 @@ def run_announced(
 def let_scripts_name_families() -> None:
     """Make this process's `init_process_group` accept a device family as its backend: it then joins our world, which
     has one rank without a launcher."""
-    replace_init(_initialise_family)
+    replace_functions(init_process_group=initialising(_initialise_family))
 
 
 def _initialise_family(original: Callable[..., None], asked: dict[str, Any]) -> None:

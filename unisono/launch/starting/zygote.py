@@ -147,7 +147,7 @@ class Zygote:
             threads = psutil.Process().num_threads()
             try:
                 importlib.import_module(name)
-            except (Exception, SystemExit):
+            except BaseException:
                 print(f"preload: the import of {name} failed; workers try it again:", file=sys.stderr)
                 traceback.print_exc()
             if psutil.Process().num_threads() > threads:

@@ -93,6 +93,7 @@ class Builder:
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """Create the stepper that makes the optimizer step for all ranks."""
+        self.world.state.deliveries.lone_steps.are_prepared = True
         step = self.strategy.step_of(optimizer)
         steps, digests = self.passes.steps, None
         is_recorded = self.digest_every and self.world.timeline.is_recorded
