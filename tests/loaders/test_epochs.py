@@ -212,13 +212,19 @@ def told(caplog) -> Callable[[], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "make", [DeviceLoader, lambda source: ParallelLoader(source, ["cpu"]).per_device_loader("cpu")]
+    "make",
+    [
+        DeviceLoader,
+        lambda source: ParallelLoader(source, ["cpu"]).per_device_loader("cpu"),
+        lambda source: DeviceLoader(DataLoader(source.dataset, batch_size=2, shuffle=True)),
+    ],
+    ids=["DeviceLoader", "ParallelLoader", "DataLoader"],
 )
 def test_a_loader_made_again_for_each_epoch_is_told_of_once(told, make):
     source = shuffled()
     assert [taken(make(source)) for _ in range(4)] == [plain(0)] * 4
     (words,) = told()
-    assert "a DataLoader is read in the order of epoch 0 again" in words
+    assert "a shuffled dataset is read in the order of epoch 0 again" in words
     assert "set_epoch" in words
 
 

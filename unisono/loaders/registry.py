@@ -6,11 +6,13 @@ import logging
 import threading
 import weakref
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sources import ItemSource, PlainSource, Source, makes_batches_alike
@@ -19,8 +21,8 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-_first: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Source]]] = weakref.WeakKeyDictionary()
-"""By DataLoader: the seed of the source that was the last to begin epoch 0, and the source."""
+_first = WeakIdKeyDictionary()
+"""By dataset: the seed of the source that was the last to begin epoch 0, and a weak reference to the source."""
 
 
 class Sources:
@@ -54,14 +56,16 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
-    """Warn once that a pass over a shuffled DataLoader begins at epoch 0, as did that of another source, which is gone:
-    its reader was created again for each epoch. Evaluation may repeat its order."""
+    """Warn once that a pass over a shuffled dataset begins at epoch 0, as did that of another source, which is gone:
+    its loader was made again for each epoch. Evaluation may repeat its order."""
     if not makes_batches_alike(loader) or source.order == "SequentialSampler" or not torch.is_grad_enabled():
         return
     epoch, position = source.next_position()
-    seed, before = _first.pop(loader, (None, None))
-    if epoch == 0:
-        _first[loader] = source.seed, weakref.ref(source)
+    with suppress(TypeError):  # of a list, of which there are no weak references
+        seed, before = _first.pop(loader.dataset, (None, None))
+        if epoch != 0:
+            return
+        _first[loader.dataset] = source.seed, weakref.ref(source)
         if before is not None and before() is None and seed == source.seed and not position["offset"]:
             say_repetition()
 
@@ -69,6 +73,6 @@ def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
 @cache
 def say_repetition() -> None:
     logger.warning(
-        "a DataLoader is read in the order of epoch 0 again, by another loader over it: each loader counts its own "
-        "epochs; create one and loop over it again, or set its epoch by set_epoch"
+        "a shuffled dataset is read in the order of epoch 0 again, by another loader over it: each loader counts its "
+        "own epochs; make and prepare one before the loop over epochs, or set its epoch, loader.set_epoch(epoch)"
     )
