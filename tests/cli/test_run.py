@@ -643,12 +643,12 @@ if "again" in sys.argv:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("whole", "0 steps, 0 samples/s; unisono report {log}"),
+        ("whole", "0 steps, 0 samples/s in loops; unisono report {log}"),
         ("full", "its record is incomplete; unisono report {log}"),
         (
             "again",
-            "0 steps, 0 samples/s in the last attempt; 1 restart(s), 0 steps repeated, 0.0% of the time made progress; "
-            "checkpoint {here}/a/checkpoint_0; unisono report {log}",
+            "0 steps, 0 samples/s in loops in the last attempt; 1 restart(s), 0 steps repeated, 0.0% of the time made "
+            "progress; checkpoint {here}/a/checkpoint_0; unisono report {log}",
         ),
     ],
 )
@@ -855,6 +855,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, monke
     ("arguments", "words"),
     [
         (["-n", "0", "t.py"], "'0' is not an integer of at least 1, nor auto, gpu or cpu"),
+        (["-np", "2", "t.py"], "there is no option -np; write -n 2"),
         (["--nproc_per_nod", "2", "t.py"], "usage: unisono"),
         (["--nnodes", "2:1", "t.py"], "'2:1' is not a number of machines"),
         (["--timeout", "nan", "t.py"], "'nan' is not a positive number"),
