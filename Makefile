@@ -58,7 +58,7 @@ test-newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pip list | grep -iE "^(torch|triton|numpy|cloudpickle|psutil) "
 	$(NEWEST)/bin/python $(PYTEST) -m "not slow and not programs"
 
-# Programs of other libraries, by `unisono run` and by torchrun; one after the other, about 5 minutes.
+# Programs of other libraries, by `unisono run` and by torchrun; one after the other, about 8 minutes.
 test-programs: $(PROGRAMS)/.test
 	$(PROGRAMS)/bin/python -m pytest tests/libraries
 
@@ -93,9 +93,9 @@ package: $(VENV)/.test $(VENV)/.package
 # What docs/performance.md shows: the files of results, and the tables made from them. A quarter of an hour, on a machine
 # that does nothing else; `make bench BENCH="--blocks 1"` shows sooner that all of it runs.
 bench: $(VENV)/.bench
-	$(BIN)/python -m unisono bench $(BENCH) -o bench/results/cpu.json
+	$(BIN)/python bench/run.py $(BENCH) -o bench/results/cpu.json
 	if test -x $(XLA)/bin/python; then \
-	    PJRT_DEVICE=CPU $(XLA)/bin/python -m unisono bench $(BENCH) --device xla -o bench/results/xla.json; fi
+	    PJRT_DEVICE=CPU $(XLA)/bin/python bench/run.py $(BENCH) --device xla -o bench/results/xla.json; fi
 	$(BIN)/python docs/generate/performance.py
 
 clean:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their command line, interleaved blocks, and the lines that `unisono bench` reads.
+"""What the benchmarks share: their command line, interleaved blocks, and the lines that `run.py` reads.
 
 On a noisy machine only variants that run close together can be compared. Every figure is a cost, a time or a size, as
 ours / theirs: smaller is better. A benchmark is a script that has `DEVICES`, the families that it can measure.

@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import unisono
 from unisono import (
     Accelerator,
+    Accuracy,
     Checkpointer,
     DataParallel,
     DeviceIterator,
     DeviceLoader,
+    Mean,
     ProcessContext,
     Report,
     Tracker,
@@ -61,6 +63,28 @@ assert_type(network, nn.Linear)
 assert_type(optimizer, torch.optim.SGD)
 assert_type(accelerator.prepare(network), nn.Linear)
 assert_type(accelerator.prepare([network]), Any)
+
+# A loader may keep its name, and has the names of what it becomes, and those of the DataLoader.
+assert_type(loader.epoch, int)
+assert_type(loader.valid_samples, int | Any)
+assert_type(loader.batch_size, int | None)
+loader.set_epoch(3)
+alone = accelerator.prepare(DataLoader(TensorDataset(torch.ones(3))))
+assert_type(alone.epoch, int)
+_, evaluated = accelerator.prepare(network, DataLoader(TensorDataset(torch.ones(3))))
+assert_type(evaluated.epoch, int)
+assert_type(accelerator.prepare(DeviceLoader([1])), DeviceLoader)
+assert_type(accelerator.prepare(Mean()), Mean)
+assert_type(accelerator.prepare(network, Accuracy()), tuple[nn.Linear, Accuracy])
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+network, optimizer, loader, schedule = accelerator.prepare(network, optimizer, loader, schedule)
+assert_type(loader.epoch, int)
+assert_type(schedule, torch.optim.lr_scheduler.StepLR)
+network, optimizer, trained, tested, schedule = accelerator.prepare(network, optimizer, loader, evaluated, schedule)
+assert_type(trained.epoch, int)
+assert_type(tested.epoch, int)
+assert_type(schedule, torch.optim.lr_scheduler.StepLR)
+rows = [len(inputs) for (inputs,) in loader]
 
 
 def loop(model: nn.Module, loader: DeviceIterator, device: torch.device, context: unisono.ReplicaContext) -> float:

@@ -31,6 +31,8 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
         ),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, diloco, fsdp, spmd, zero1"),
         ({"strategy": 3}, TypeError, "3 is of type int; pass a name, or one of DDP, DiLoCo, FSDP, SPMD, ZeRO1"),
+        ({"fp16": True}, TypeError, "has no argument 'fp16'; pass mixed_precision='fp16'"),
+        ({"project_dir": 3}, TypeError, "project_dir=3 is of type int; pass a path, or None"),
         ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
         ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are .*cpu:0"),
     ],

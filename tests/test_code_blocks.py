@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -137,6 +139,14 @@ def test_the_blocks_of_a_page_run(page: str, directory: Path) -> None:
     with preemption.scope():  # a block may call should_stop(), which takes SIGTERM from then on
         for block in blocks:
             run_block(page, block, scope)
+
+
+def test_the_script_of_the_page_on_hangs_says_what_the_page_shows(directory: Path) -> None:
+    script, shown = (each.text for each in blocks_of(ROOT / "docs" / "hangs.md"))
+    (directory / "hang.py").write_text(script)
+    command = [sys.executable, "hang.py"]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=100).stdout
+    assert output.splitlines()[0].replace(str(directory), "/home/me") == " ".join(shown.split())
 
 
 NEEDED = "two machines|torchrun|submitit|a GPU|a TPU|an account"

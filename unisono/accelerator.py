@@ -14,12 +14,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
@@ -34,6 +35,7 @@ from unisono.tracking.trackers import LogWith, Tracked, Trackers
 from unisono.training.backward import Passes
 from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.training.digests import record_settings, say_weights
+from unisono.training.means import Mean
 from unisono.training.optimizer import ByHand
 from unisono.training.prepared.builder import Builder
 from unisono.training.prepared.checks import (
@@ -60,12 +62,20 @@ from unisono.training.strategies.strategy import options_of, strategy_class, str
 from unisono.virtual_ranks import Virtual, virtual_of
 from unisono.world import World, current_world
 
-Kept = TypeVar("Kept", bound=nn.Module | Optimizer | LRScheduler)  # what `prepare` returns behaves as what it was given
-Kept2 = TypeVar("Kept2", bound=nn.Module | Optimizer | LRScheduler)
-Kept3 = TypeVar("Kept3", bound=nn.Module | Optimizer | LRScheduler)
+# What `prepare` returns behaves as what it was given.
+Kept = TypeVar("Kept", bound=nn.Module | Optimizer | LRScheduler | Mean | DeviceLoader)
+Kept2 = TypeVar("Kept2", bound=nn.Module | Optimizer | LRScheduler | Mean | DeviceLoader)
+Kept3 = TypeVar("Kept3", bound=nn.Module | Optimizer | LRScheduler | Mean | DeviceLoader)
+Kept4 = TypeVar("Kept4", bound=nn.Module | Optimizer | LRScheduler | Mean | DeviceLoader)
+Loader: TypeAlias = DataLoader[Any]
+
+if TYPE_CHECKING:
+
+    class PreparedLoader(DeviceLoader, DataLoader[Any]):  # type: ignore[misc]
+        """What a DataLoader becomes: a DeviceLoader, which has its attributes, too, and may take its name."""
 
 
-@explain_unknown_names()
+@explain_unknown_names({name: f"pass mixed_precision={name!r}" for name in ("bf16", "fp16")})
 class Accelerator(RankView, Tracked, CheckpointMethods):
     """Runs a plain training loop on one device, on the threads of a DataParallel, or in spawned workers.
 
@@ -209,19 +219,41 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             check_snapshots(every, snapshots, self.world, options)
             self._states.keep_snapshots(every, snapshots)
 
-    # A loader's type changes, and the usual script gives its name to what it becomes: so that has the type Any.
+    # A type checker knows what becomes of a model, an optimizer and a scheduler, and of a loader, in the usual orders.
     @overload
-    def prepare(self, one: Kept, /) -> Kept: ...
+    def prepare(self, a: Kept, /) -> Kept: ...
     @overload
-    def prepare(self, one: Kept, two: Kept2, /) -> tuple[Kept, Kept2]: ...
+    def prepare(self, a: Loader, /) -> PreparedLoader: ...
     @overload
-    def prepare(self, one: Kept, two: Any, /) -> tuple[Kept, Any]: ...
+    def prepare(self, a: Kept, b: Kept2, /) -> tuple[Kept, Kept2]: ...
     @overload
-    def prepare(self, one: Kept, two: Kept2, three: Kept3, /) -> tuple[Kept, Kept2, Kept3]: ...
+    def prepare(self, a: Kept, b: Loader, /) -> tuple[Kept, PreparedLoader]: ...
     @overload
-    def prepare(self, one: Kept, two: Kept2, three: Any, /) -> tuple[Kept, Kept2, Any]: ...
+    def prepare(self, a: Loader, b: Loader, /) -> tuple[PreparedLoader, PreparedLoader]: ...
     @overload
-    def prepare(self, one: Kept, two: Kept2, three: Any, four: Any, /) -> tuple[Kept, Kept2, Any, Any]: ...
+    def prepare(self, a: Kept, b: Any, /) -> tuple[Kept, Any]: ...
+    @overload
+    def prepare(self, a: Kept, b: Kept2, c: Kept3, /) -> tuple[Kept, Kept2, Kept3]: ...
+    @overload
+    def prepare(self, a: Kept, b: Kept2, c: Loader, /) -> tuple[Kept, Kept2, PreparedLoader]: ...
+    @overload
+    def prepare(self, a: Kept, b: Loader, c: Loader, /) -> tuple[Kept, PreparedLoader, PreparedLoader]: ...
+    @overload
+    def prepare(self, a: Kept, b: Kept2, c: Any, /) -> tuple[Kept, Kept2, Any]: ...
+    @overload
+    def prepare(self, a: Kept, b: Kept2, c: Kept3, d: Kept4, /) -> tuple[Kept, Kept2, Kept3, Kept4]: ...
+    @overload
+    def prepare(self, a: Kept, b: Kept2, c: Loader, d: Kept3, /) -> tuple[Kept, Kept2, PreparedLoader, Kept3]: ...
+    @overload
+    def prepare(
+        self, a: Kept, b: Kept2, c: Loader, d: Loader, /
+    ) -> tuple[Kept, Kept2, PreparedLoader, PreparedLoader]: ...
+    @overload
+    def prepare(self, a: Kept, b: Kept2, c: Any, d: Any, /) -> tuple[Kept, Kept2, Any, Any]: ...
+    @overload
+    def prepare(
+        self, a: Kept, b: Kept2, c: Loader, d: Loader, e: Kept3, /
+    ) -> tuple[Kept, Kept2, PreparedLoader, PreparedLoader, Kept3]: ...
     @overload
     def prepare(self, *objects: Any) -> Any: ...
     def prepare(self, *objects: Any) -> Any:

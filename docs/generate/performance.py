@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, from the files of `unisono bench` in bench/results: figures and page are the same.
+"""The tables of docs/performance.md, from the results of bench/run.py in bench/results: figures and page are the same.
 
     python docs/generate/performance.py
 
@@ -35,7 +35,7 @@ def fill(page: str, results: list[dict[str, Any]]) -> str:
         if len(groups) != 1:
             raise ValueError(
                 f"{len(groups)} files in bench/results have figures of {wanted[1]} on {wanted[0]}, and not one: "
-                f"run `unisono bench --device {wanted[0]} -o bench/results/NAME.json`"
+                f"run `python bench/run.py --device {wanted[0]} -o bench/results/NAME.json`"
             )
         return f"{found[1]}\n{_tables(groups[0])}\n\n{found[5]}"
 

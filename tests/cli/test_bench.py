@@ -1,9 +1,10 @@
-"""`unisono bench`: what scripts print becomes a file; two of one machine are compared, those of others refused."""
+"""`bench/run.py`: what scripts print becomes a file; two of one machine are compared, those of others refused."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.cli.main import main
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import chart
 import performance
+
+from bench.run import main
+from unisono.cli.main import COMMANDS
 
 SCRIPT = """
 import sys
@@ -31,7 +35,7 @@ def measure(directory: Path, name: str, ours: list[float]) -> Path:
     (directory / "suite").mkdir(exist_ok=True)
     (directory / "suite" / "steps.py").write_text(SCRIPT.format(blocks=BLOCKS, ours=ours))
     (directory / "suite" / "graphs.py").write_text('DEVICES = ("mps",)')
-    assert main(["bench", "--suite", str(directory / "suite"), "--blocks", "5", "-o", str(directory / name)]) == 0
+    assert main(["--suite", str(directory / "suite"), "--blocks", "5", "-o", str(directory / name)]) == 0
     return directory / name
 
 
@@ -45,12 +49,12 @@ def test_what_the_scripts_print_is_kept_and_compared(tmp_path: Path, capsys: Any
     assert [kept[name] for name in ("name", "ratio", "ours", "theirs", "unit")] == ["ours / theirs", 0.5, 1.0, 2.0, "s"]
     capsys.readouterr()
     picture = tmp_path / "there" / "change.svg"
-    assert main(["bench", "compare", str(old), str(new), "-o", str(picture)]) == 0
+    assert main(["compare", str(old), str(new), "-o", str(picture)]) == 0
     line = capsys.readouterr().out.splitlines()[1].split()
     assert line[-4:] == ["1.000", "0.500", "2.000", "*"]
     assert "<svg" in picture.with_stem("change-cpu").read_text()
     few = measure(tmp_path, "few.json", [1.0])
-    assert main(["bench", "compare", str(old), str(few)]) == 0
+    assert main(["compare", str(old), str(few)]) == 0
     assert capsys.readouterr().out.split()[-1] == "2.000", "one pair has no quartiles"
 
 
@@ -60,7 +64,8 @@ def test_what_is_measured_is_kept_though_a_later_script_is_interrupted(tmp_path:
     (suite / "first.py").write_text(SCRIPT.format(blocks=BLOCKS, ours=[1.0]))
     (suite / "second.py").write_text("import os, signal\nDEVICES = ('cpu',)\nos.kill(os.getppid(), signal.SIGINT)")
     output = tmp_path / "bench.json"
-    assert main(["bench", "--suite", str(suite), "-o", str(output)]) == 130
+    command = [sys.executable, BLOCKS + "/run.py", "--suite", str(suite), "-o", str(output)]
+    assert subprocess.run(command, check=False).returncode == 130
     assert [each["script"] for each in json.loads(output.read_text())["figures"]] == ["first"]
 
 
@@ -70,7 +75,7 @@ def test_results_of_unlike_machines_are_refused(tmp_path: Path, capsys: Any) -> 
         found = json.loads(old.read_text())
         found["facts"] |= change
         (tmp_path / "new.json").write_text(json.dumps(found))
-        assert main(["bench", "compare", str(old), str(tmp_path / "new.json")]) == 1
+        assert main(["compare", str(old), str(tmp_path / "new.json")]) == 1
         assert re.search(r"of unlike machines \((cores: .* and 4096|cpu: .* and another)\)", capsys.readouterr().err)
 
 
@@ -87,24 +92,29 @@ def test_results_of_unlike_machines_are_refused(tmp_path: Path, capsys: Any) -> 
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], words: str, capsys: Any) -> None:
-    assert main(["bench", *arguments]) == 1
+    assert main(arguments) == 1
     assert words in capsys.readouterr().err
+
+
+def test_users_have_no_command_that_needs_a_checkout() -> None:
+    assert "bench" not in COMMANDS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_device_that_is_not_here_is_refused_before_anything_runs(capsys: Any) -> None:
-    assert main(["bench", "--suite", BLOCKS, "--device", "cpu", "cuda"]) == 1
+    assert main(["--suite", BLOCKS, "--device", "cpu", "cuda"]) == 1
     found = capsys.readouterr()
     assert "backend 'cuda' has no device on this machine" in found.err
     assert not found.out
 
 
-# docs/performance.md has the figures of the files in bench/results, and no others.
+# docs/performance.md and the picture of the first page have the figures of the files in bench/results, and no others.
 
 
 def test_the_page_is_what_is_made_from_the_committed_results() -> None:
     page = performance.PAGE.read_text()
     assert performance.fill(page, performance.read_all()) == page, "run: python docs/generate/performance.py"
+    assert chart.PICTURE.read_text() == chart.draw(performance.read_all()), "run: python docs/generate/chart.py"
     assert page.count("<!-- figures: ") > 10
 
 

@@ -140,7 +140,7 @@ def test_the_first_difference_is_named_when_it_comes_and_at_the_end(run: Path) -
         SCRIPT.replace("steps = loaded", "optimizer.param_groups[0]['lr'] = 0.2\nsteps = loaded")
     )
     code, output, errors = replay(run, "--step", "14", "-n", "2")
-    said = "no step before is equal; at step 12 the gradient of 0.weight differs first, and 5 more of 6; digest_every=1"
+    said = "no earlier step has digests in both; at step 12 the gradient of 0.weight differs first, and 5 more of 6; "
     assert code == 1
     assert output.startswith(f"replayed steps 11 to 14 on 2 devices: {said}")
     assert f"unisono replay: {said}" in errors
@@ -187,7 +187,16 @@ def test_a_run_that_was_resumed_is_replayed_from_what_it_has_loaded(run: Path) -
     assert f"{place}; no checkpoint before step 16 is there any more; put one of them back" in errors
 
 
+def test_a_step_after_the_end_of_the_run_is_refused_before_the_script_starts(run: Path) -> None:
+    code, output, errors = replay(run, "--step", "17")
+    advice = "pass one up to that, or let the script train longer by --args"
+    assert (code, output) == (2, "")
+    assert errors == f"unisono replay: --step 17: the run has finished with step 16; {advice}\n"
+
+
 def test_a_script_that_ends_before_the_step_is_no_replay(run: Path) -> None:
+    record = run / "logs" / "latest" / "rank-0.jsonl"
+    record.write_text("".join(line for line in record.open() if '"end"' not in line))  # as of one that was killed
     before = files_in(run)
     code, output, errors = replay(run, "--step", "20", "-n", "2")
     assert (code, output.splitlines()[-1]) == (2, "the script ended after step 16, before step 20")

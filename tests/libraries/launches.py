@@ -1,6 +1,6 @@
 """The programs of this folder by each launcher, unchanged. `python tests/libraries/launches.py` times them in pairs.
 
-The programs, in `programs/`, are written as the documents of their libraries say. The last line of each has the loss, a
+The programs, in `programs/`, are in the style of their libraries' documents. The last line of each has the loss, a
 sum of the weights, and the number of ranks.
 """
 

@@ -19,10 +19,12 @@ from unisono.cli.main import main
 RANKS = (1, 2, 3)
 
 
-def train(seed: int = 0, at: int = 0, what: str = "", every: int = 5) -> None:
+def train(seed: int | None = 0, at: int = 0, what: str = "", every: int = 5) -> None:
     """Two epochs of twelve steps with dropout and BatchNorm; before the step `at` something is changed, on all ranks
     alike."""
     accelerator = Accelerator(seed=seed, virtual_ranks=3, digest_every=every)
+    if seed is None:
+        torch.seed()  # as a command of its own does; workers of one process begin alike
     layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -98,7 +100,19 @@ def test_configurations_that_differ_are_named(runs: dict[int, Path], tmp_path: P
     assert code == 1
     first, second = said.splitlines()
     assert first == "configurations differ: seed 0, 1"
-    assert second.startswith("no step before is equal; at step 5 the gradient of 0.weight differs first, and ")
+    assert second.startswith("steps 1 to 4 have no digests; at step 5 the gradient of 0.weight differs first, and ")
+
+
+def test_that_runs_have_no_seed_is_said_and_which_steps_have_no_digests(tmp_path: Path, compared: Any) -> None:
+    first, second = (record(tmp_path / name, 1, None, 0, "", 1) for name in ("first", "second"))
+    code, said = compared(first, second)
+    assert code == 1
+    why, where = said.splitlines()
+    assert why == "neither run has a seed, so each draws its own weights; pass Accelerator(seed=0) to both"
+    assert where.startswith("at step 1 the gradient of 0.weight differs first, and ")
+    lines = (first / "digests.jsonl").read_text().splitlines()
+    (first / "digests.jsonl").write_text("\n".join(line for line in lines if json.loads(line).get("step", 9) > 2))
+    assert "\nno earlier step has digests in both; at step 3 the gradient" in compared(first, second)[1]
 
 
 def test_a_run_is_not_compared_with_itself(runs: dict[int, Path], tmp_path: Path, compared: Any) -> None:

@@ -28,6 +28,7 @@ from unisono.report.live import describe, is_alive, logged_line
 from unisono.report.page import _charts_of_logged, page_data
 from unisono.report.record import Recorder
 from unisono.report.run import Run, read_run
+from unisono.report.text import table_of
 from unisono.report.trace import write_trace
 from unisono.timeline import BACKWARD, FETCH, FORWARD, LOG, REDUCE, STEP
 from unisono.world import solo_world, use_world
@@ -115,6 +116,24 @@ def test_commands_show_it_and_write_a_page_and_a_trace(run: Run, tmp_path: Path,
     assert "1.000" in compare(run, run)
 
 
+def test_each_rate_says_which_time_it_is_over(run: Run, tmp_path: Path, capsys) -> None:
+    seconds = max(each.loop_seconds for each in run.report.ranks)
+    assert f" samples/s over 2 rank(s), in the {seconds:,.2f} s that" in table_of(run.report)
+    assert page_data(run)["facts"][3].endswith(" per second in loops")
+    assert "samples/s in loops" in page_data(run)["table"][0]
+    assert "rates: of the last second; of a rank that has ended, of all its time, also outside loops" in describe(run)
+    going_on = replace(run, ranks=[replace(each, end=None) for each in run.ranks])
+    assert "rates: of the last second" in describe(going_on)
+
+
+def test_the_end_of_a_rank_is_beside_it_in_the_page_and_short(run: Run) -> None:
+    failed = replace(run.ranks[1], end="CollectiveMismatchError: rank 0 called barrier() while rank 1 ...")
+    table = page_data(replace(run, ranks=[run.ranks[0], failed]))["table"]
+    ends = [["rank", "end"], ["0", "finished"], ["1", "CollectiveMismatchError"]]
+    assert [row[:2] for row in table] == ends
+    assert len({*map(len, table)}) == 1
+
+
 def test_the_page_and_json_begin_with_settings_versions_and_what_was_logged_last(run: Run) -> None:
     facts = page_data(run)["facts"]
     assert {"lr=0.1", "model.width=4", "project=run", f"torch {torch.__version__}"} <= {*facts}
@@ -177,6 +196,19 @@ def test_without_a_name_top_shows_the_runs_that_go_on(tmp_path: Path, capsys, mo
     shown = capsys.readouterr().out
     assert str((tmp_path / "mine" / "latest").resolve()) in shown
     assert shown.count("outside loops") + shown.count("begins") >= 2
+
+
+def test_without_a_name_report_is_of_the_run_that_goes_on_else_of_logs(copied: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(copied.parent)
+    (copied.parent / "logs").symlink_to(copied)
+    for runs, directory in (([copied], copied), ([], Path("logs"))):
+        monkeypatch.setattr("unisono.cli.report.running_runs", lambda runs=runs: runs)
+        assert main(["report"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"page: {directory.absolute() / 'report.html'}"
+    monkeypatch.setattr("unisono.cli.report.running_runs", lambda: [copied, copied.parent])
+    with pytest.raises(SystemExit, match="2"):
+        main(["report"])
+    assert f"{copied}, {copied.parent}; pass one of them as RUN" in capsys.readouterr().err
 
 
 def test_a_killed_rank_leaves_what_it_did_and_is_named(tmp_path: Path) -> None:
@@ -331,15 +363,17 @@ def test_a_directory_without_records_is_an_error_that_says_what_writes_them(tmp_
     assert "unisono run --log-dir" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("busy", "words"), [(0.5, "compute-bound"), (1.0, "the machine's cores are taken by others")])
-def test_one_sentence_says_what_helps(run: Run, tmp_path: Path, busy: float, words: str) -> None:
+@pytest.mark.parametrize("busy", [0.5, 1.0])
+def test_what_helps_comes_before_the_cores_that_others_take(run: Run, tmp_path: Path, busy: float) -> None:
     for record in run.ranks:
         last = record.samples[-1]
         seconds, waits = dict.fromkeys(last["seconds"], 0.0) | {"compute": 9.0}, dict.fromkeys(last["waits"], 0.0)
         made = {**last, "seconds": seconds, "waits": waits, "machine_cpu": busy, "cpu_s": 0.1}
         lines = [record.facts, {**made, "t": 0.0, "cpu_s": 0.0}, {**made, "t": 10.0}, {"end": "finished"}]
         (tmp_path / record.path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_run(tmp_path).verdict.startswith(words)
+    verdict = read_run(tmp_path).verdict
+    assert verdict.startswith("compute-bound")
+    assert ("Other processes take 9" in verdict) is (busy == 1.0)
 
 
 def test_chosen_steps_of_chosen_ranks_are_profiled_and_merged_into_the_trace(tmp_path: Path) -> None:

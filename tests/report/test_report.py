@@ -39,7 +39,7 @@ from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import ClosedError
 from unisono.loaders.pipeline import Lane
 from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, RankSummary, label, summarise
-from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, Waits
+from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, LOG, MOVE, PHASES, REDUCE, SAVE, STEP, Waits
 from unisono.world import solo_world, thread_worlds, use_world
 
 
@@ -181,6 +181,31 @@ def test_the_longest_named_phase_is_in_the_verdict_and_representations_are_short
     assert report.verdict.endswith("0% for other ranks; 30% goes to augmentation")
     assert repr(report) == f"<report of 2 rank(s): 800 samples, 381 samples/s; {report.verdict}>"
     assert repr(ranks[1]) == "<rank 1 on cpu:1: 400 samples, 10 steps in 1.20 s; loop body 83%, saving 17%>"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waits", "begin", "end"),
+    [
+        ({SAVE: 33, FORWARD: 5, BACKWARD: 10, STEP: 9}, (5, 0, 28), "saving-bound: 33%", "save_state(is_async=True)"),
+        ({LOG: 33, FORWARD: 20, BACKWARD: 7}, (30, 0, 0), "logging-bound: 33% of the time", "; log less often"),
+        ({EVALUATE: 60, SAVE: 30}, (0, 0, 0), "evaluation-bound: 60% of the time", "on fewer samples"),
+        ({SAVE: 20, FORWARD: 15, BACKWARD: 20}, (0, 0, 35), "peer-bound: 35%", "accumulation, would help"),
+        ({SAVE: 20}, (40, 0, 0), "input-bound: 40%", "more loader workers would help"),
+        ({SAVE: 33, FORWARD: 20, BACKWARD: 25}, (12, 0, 0), "compute-bound", "; 33% goes to saving"),
+        ({SAVE: 30, "augmentation": 40}, (20, 0, 0), "compute-bound", "; 40% goes to augmentation"),
+        ({STEP: 50, FORWARD: 20, BACKWARD: 20}, (0, 0, 0), "compute-bound", "; 50% goes to stepping"),
+    ],
+)
+def test_the_largest_part_of_the_time_is_the_verdict(
+    seconds: dict[str, float], waits: tuple[float, float, float], begin: str, end: str
+) -> None:
+    computing = 100 - sum(seconds.values()) - sum(waits)
+    ranks = [a_rank(rank, waits, computing=computing) for rank in range(2)]
+    report = Report([replace(each, seconds=each.seconds | seconds) for each in ranks])
+    assert report.verdict.startswith(begin)
+    assert report.verdict.endswith(end)
+    on_lazy = Report([replace(each, counters={"graphs": 1}) for each in report.ranks])
+    assert (on_lazy.verdict == report.verdict) is not begin.startswith(("compute", "peer"))
 
 
 @pytest.mark.parametrize(("name", "error"), [("", ValueError), ("fetch", ValueError), (3, TypeError)])

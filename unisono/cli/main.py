@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-COMMANDS = ("run", "doctor", "checkpoint", "report", "compare", "replay", "top", "bench", "simulate")
+COMMANDS = ("run", "doctor", "checkpoint", "report", "compare", "replay", "top", "simulate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

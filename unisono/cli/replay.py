@@ -101,6 +101,12 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
         )
     if parsed.step < 1:
         raise ValueError(f"--step {parsed.step}: steps are numbered from 1")
+    last = _last_step(parsed.directory)
+    if last is not None and parsed.step > last and not parsed.args:
+        raise ValueError(
+            f"--step {parsed.step}: the run has finished with step {last}; pass one up to that, or let the script "
+            "train longer by --args"
+        )
     if not 1 <= parsed.nproc <= count:
         raise ValueError(f"-n {parsed.nproc}: the run has virtual_ranks={count}; pass a number from 1 to {count}")
     if parsed.pdb and parsed.nproc > 1:
@@ -115,6 +121,18 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
         raise ValueError(f"--cwd {parsed.cwd} is no directory; pass the one that the script is to start in")
     if parsed.backend:
         pick_backend(parsed.backend)
+
+
+def _last_step(directory: str) -> int | None:
+    """The last step of a run that has finished; None of one that has failed, or whose record does not say."""
+    from unisono.report.digests import run_in
+    from unisono.report.run import read_run
+
+    with contextlib.suppress(OSError):
+        first = read_run(run_in(directory)).ranks[0]
+        if first.end == "finished" and first.samples:
+            return first.samples[-1].get("done")
+    return None
 
 
 def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> tuple[Replay, str]:

@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from unisono.cli.top import DEFAULT, running_runs
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
@@ -17,7 +19,12 @@ def add_parser(subparsers: Any) -> None:
         "run has its files in a log directory: unisono run --log-dir logs, or spawn(output=Output('logs')). With a "
         "second run, prints both, and their ratio.",
     )
-    parser.add_argument("run_directory", metavar="RUN", help="a run's directory, or a log directory: its latest run")
+    parser.add_argument(
+        "run_directory",
+        metavar="RUN",
+        nargs="?",
+        help="a run's directory, or a log directory: its latest run; default: yours on this machine; without one, logs",
+    )
     parser.add_argument("other", metavar="RUN2", nargs="?", help="another run, to compare")
     parser.add_argument("-o", "--output", help="the page; default: RUN/report.html")
     parser.add_argument("--trace", metavar="FILE", help="also write a trace for https://ui.perfetto.dev")
@@ -39,8 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("-o, --trace and --json are for one run: two are compared as text")
     if arguments.json and (arguments.output or arguments.trace):
         arguments.parser.error("--json writes no file; call it again for -o and --trace")
+    runs = running_runs() if arguments.run_directory is None else []
+    if len(runs) > 1:
+        arguments.parser.error(f"these runs of yours go on: {', '.join(map(str, runs))}; pass one of them as RUN")
     try:
-        found = read_run(arguments.run_directory)
+        found = read_run(arguments.run_directory or (runs or [DEFAULT])[0])
         if arguments.other is not None:
             print(compare(found, read_run(arguments.other), (arguments.run_directory, arguments.other)))
             return 0

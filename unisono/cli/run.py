@@ -97,7 +97,7 @@ def _print_end(directory: Path, seconds: float) -> None:
         if not run.missing and all(each.end is not None for each in run.ranks):
             steps, rate = max(each.steps for each in run.report.ranks), run.report.samples_per_second
             restarts = run.restarts.summary and f" in the last attempt; {run.restarts.summary}"
-            what = f"{steps:,} steps, {rate:,.0f} samples/s{restarts}"
+            what = f"{steps:,} steps, {rate:,.0f} samples/s in loops{restarts}"
         saved = next((f"checkpoint {each.checkpoint}; " for each in run.ranks if each.checkpoint), "")
         print(
             f"unisono run: finished in {seconds:,.1f} s, {what}; {saved}unisono report {shlex.quote(str(directory))}",

@@ -84,6 +84,8 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def _parse_workers(text: str) -> int | str:
+    if text in ("p", "proc", "procs"):  # mpirun's -np, which argparse reads as -n p
+        raise argparse.ArgumentTypeError(f"there is no option -n{text}; write -n 2")
     if text.isalpha():
         return text  # auto, gpu or cpu: checked and resolved later, where torch has been imported
     return _parse_number(text, 1, ", nor auto, gpu or cpu")

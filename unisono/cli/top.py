@@ -14,6 +14,7 @@ from typing import Any
 
 _PATIENCE_S = 60.0  # with workers that are being started
 _IDLE = 5  # times as long as looking
+DEFAULT = Path("logs")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     while True:
         looked = time.monotonic()
         if arguments.run_directory is None:
-            shown |= dict.fromkeys(_running())
+            shown |= dict.fromkeys(running_runs())
         found, failed = [], {}
-        for each in shown or [Path("logs")]:
+        for each in shown or [DEFAULT]:
             try:
                 found.append(read_run(each))
             except OSError as error:
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(max(1.0, _IDLE * (time.monotonic() - looked)))
 
 
-def _running() -> list[Path]:
+def running_runs() -> list[Path]:
     """The directories of this user's runs on this machine: who has started one keeps the files of its output open."""
     import psutil  # here: `unisono doctor` runs also without it
 

@@ -25,6 +25,7 @@ from unisono import preemption
 from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.hosts.endpoint import free_port
 from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take
+from unisono.launch.messages import say_once
 from unisono.launch.reports import count_of
 from unisono.launch.script_group import accept_device_ids
 from unisono.world import World, current_world
@@ -115,7 +116,7 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     run and its machine. WorkerDiedError if it called `sys.exit` with a code other than 0."""
     world = current_world()
     before = getattr(world.comm, "progress", None)
-    accept_device_ids()  # also where the single worker is this process
+    accept_device_ids(say_once)  # also where the single worker is this process
     if world.timeline.write_digests is not None:
         world.state.command = describe_command(target)
     try:

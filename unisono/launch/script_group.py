@@ -30,7 +30,6 @@ from unisono.comm.sealing import check_members
 from unisono.comm.shared_memory.process_group import NAME, SharedMemoryGroup
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.graphs import leave_out_of_graphs
-from unisono.launch.messages import say_once
 from unisono.torch_private import default_store
 from unisono.world import current_world
 
@@ -44,14 +43,14 @@ _IN_SHARED_MEMORY = (
 )
 
 
-def let_scripts_initialise() -> None:
+def let_scripts_initialise(say: Callable[[str], None]) -> None:
     """Allow a script to initialise the default process group of this process, which exists already, once more.
 
     Destroying that group does not hang while models that it has reduced still exist, and the collectives of all groups
-    that a script creates count as progress.
+    that a script creates count as progress. `say` gets what the user is to know, from one rank.
     """
     free_reducers_before_groups()
-    accept_device_ids()
+    accept_device_ids(say)
     leave_out_of_graphs()  # as gloo's are, which are no Python
     count_group(dist.group.WORLD)
     names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what groups are called for scripts
@@ -98,7 +97,7 @@ def let_scripts_initialise() -> None:
             asked["store"].wait(["all_begun"])
             _check(dist.group.WORLD)
         if isinstance(dist.group.WORLD, SharedMemoryGroup) and dist.get_rank() == 0 and dist.get_world_size() > 1:
-            say_once(_IN_SHARED_MEMORY)
+            say(_IN_SHARED_MEMORY)
         count_group(dist.group.WORLD)
 
     create = {name: functools.partial(_create_counted, made) for name in _CREATE if (made := getattr(dist, name, None))}
@@ -140,7 +139,7 @@ def initialising(initialise: Callable[[Callable[..., None], dict[str, Any]], Non
     return init_process_group
 
 
-def accept_device_ids() -> None:
+def accept_device_ids(say: Callable[[str], None]) -> None:
     """In a world of CPUs, let every DistributedDataParallel of this process take the `device_ids` and `output_device`
     that torch takes for GPUs only. Idempotent."""
     original, world = DistributedDataParallel.__init__, current_world()
@@ -156,7 +155,7 @@ def accept_device_ids() -> None:
             for name in _DEVICE_ARGUMENTS:
                 given.arguments.pop(name, None)
             if world.rank == 0:
-                say_once(
+                say(
                     "DistributedDataParallel: device_ids and output_device are left out, since all parameters of the "
                     "model are on the CPU"
                 )

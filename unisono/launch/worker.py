@@ -96,7 +96,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
         preemption.leave_interrupts()
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
-        let_scripts_initialise()
+        let_scripts_initialise(lambda text: reporter.send(Kind.NOTE, text.encode()))
         own = own_steps(job.held_memory, place.local_rank)
         world.timeline.at_step, world.timeline.at_load = partial(_note_step, own), own.load
         if job.records:

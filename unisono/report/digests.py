@@ -130,7 +130,10 @@ def compare_digests(one: RunDigests, other: RunDigests) -> tuple[int, str]:
     """Whether two runs have the same bits, in words, after an exit code: 0 if they do, 1 if not, 2 if they cannot be
     compared."""
     code, text = _compare_runs(one, other)
-    return code, "\n".join(filter(None, [compare_settings(one, other), text]))
+    unseeded = ""
+    if code == DIFFERENT and all(each.settings.get("seed", 0) is None for each in (one, other)):
+        unseeded = "neither run has a seed, so each draws its own weights; pass Accelerator(seed=0) to both"
+    return code, "\n".join(filter(None, [compare_settings(one, other), unseeded, text]))
 
 
 def compare_settings(one: RunDigests, other: RunDigests) -> str:
@@ -164,17 +167,22 @@ def _compare_runs(one: RunDigests, other: RunDigests) -> tuple[int, str]:
 
 def compare_steps(one: RunDigests, other: RunDigests) -> tuple[int, str]:
     """Compare the steps that have digests in both; the exit code, and the first that differs, in words."""
-    equal, before = "no step before is equal", 0
-    for each in sorted(one.steps.keys() & other.steps.keys()):
+    common = sorted(one.steps.keys() & other.steps.keys())
+    equal, before = "", 0
+    if common and (first := common[0][0]) > min([*one.steps, *other.steps])[0]:
+        equal = "no earlier step has digests in both; "
+    elif common and first > 1:
+        equal = f"{'step 1 has' if first == 2 else f'steps 1 to {first - 1} have'} no digests; "
+    for each in common:
         mine, others = one.steps[each], other.steps[each]
         if names := {name for kind in _KINDS for name in mine[kind].keys() ^ others[kind].keys()}:
             shown = ", ".join(sorted(names)[:_SHOWN])
             return NOT_COMPARABLE, f"at step {each[0]} they do not train the same parameters: {shown}"
         if mine != others:
             between = "" if each[0] - before <= 1 else "; digest_every=1 looks at the steps between, too"
-            return DIFFERENT, f"{equal}; at step {each[0]} {_describe(mine, others)}{between}"
-        equal, before = f"equal up to step {each[0]}", each[0]
-    return EQUAL, equal
+            return DIFFERENT, f"{equal}at step {each[0]} {_describe(mine, others)}{between}"
+        equal, before = f"equal up to step {each[0]}; ", each[0]
+    return EQUAL, equal.removesuffix("; ")
 
 
 def _describe(mine: dict[str, dict[str, str]], others: dict[str, dict[str, str]]) -> str:

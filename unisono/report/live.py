@@ -37,7 +37,13 @@ def describe(run: Run, columns: int = 0) -> list[str]:
     table = aligned([[cell for name, cell in zip(_HEADINGS, row, strict=True) if name in kept] for row in rows])
     letters = {letter for row in rows[1:] for letter in row[-1]}
     legend = ", ".join(f"{letter} {meaning}" for letter, meaning in _MEANINGS.items() if letter in letters)
-    sentences = [*filter(None, [legend and f"time: {legend}", logged_line(run), run.restarts.summary]), run.verdict]
+    spans = "rates: of the last second"
+    if any(each.end is not None for each in run.ranks):
+        spans += "; of a rank that has ended, of all its time, also outside loops"
+    sentences = [
+        *filter(None, [legend and f"time: {legend}", spans, logged_line(run), run.restarts.summary]),
+        run.verdict,
+    ]
     sentences += [f"missing: {text}" for text in run.missing]
     folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
     return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table.splitlines(), "", *folded]

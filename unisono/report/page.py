@@ -55,7 +55,9 @@ def page_data(run: Run) -> dict[str, Any]:
         f"began {began:%Y-%m-%d %H:%M:%S} UTC",
         f"{run.seconds:,.1f} s",
         f"{len(run.ranks)} rank(s)",
-        f"{report.samples:,} samples, {report.samples_per_second:,.0f} per second" if report.ranks else "no loop",
+        f"{report.samples:,} samples, {report.samples_per_second:,.0f} per second in loops"
+        if report.ranks
+        else "no loop",
         *filter(None, [run.restarts.summary]),
         *run.failures,
         *filter(None, [logged_line(run)]),
@@ -77,19 +79,23 @@ def page_data(run: Run) -> dict[str, Any]:
 
 
 def _table(run: Run, phases: Sequence[str]) -> list[list[str]]:
-    rows = [["rank", "device", *map(label, phases), "steps", "samples", "samples/s", "memory", "end"]]
+    rows = [["rank", "end", "device", *map(label, phases), "steps", "samples", "samples/s in loops", "memory"]]
     for each in run.ranks:
         found = each.summary
         if found is None:
-            rows.append([str(each.rank), "", *[""] * len(phases), "", "", "", "", each.end or "no record"])
+            rows.append([str(each.rank), _end(each.end or "no record"), *[""] * (len(rows[0]) - 2)])
             continue
         rate = found.samples / found.loop_seconds if found.loop_seconds else 0.0
         shares = [f"{found.share(phase):.1%}" for phase in phases]
         memory = max(sample["rss"] for sample in each.samples)
-        end = each.end or "running"
         counts = [f"{found.steps:,}", f"{found.samples:,}", f"{rate:,.0f}", f"{memory / 1e6:,.0f} MB"]
-        rows.append([str(each.rank), run.device_of(each), *shares, *counts, end])
+        rows.append([str(each.rank), _end(each.end or "running"), run.device_of(each), *shares, *counts])
     return rows
+
+
+def _end(end: str) -> str:
+    """Short: the facts have the whole error."""
+    return end.partition(":")[0]
 
 
 def _restarts(run: Run) -> list[list[str]]:

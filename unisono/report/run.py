@@ -175,16 +175,16 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """One sentence on what the run spent its time on, and the lever that would help: that of its report; or that
-        other processes take the machine's cores."""
+        """What the run spent its time on, and the lever that would help: that of its report; then whether other
+        processes take the machine's cores."""
         report = self.report
         if not report.ranks:
             return "nothing is recorded yet"
         busy, own = self._use_of_cores()
         if busy >= _FULL and busy - own >= _TAKEN:
             return (
-                f"the machine's cores are taken by others: {busy - own:.0%} of them, and {own:.0%} by this run; end "
-                f"the other processes, or give the run cores of its own. Otherwise {report.verdict}"
+                f"{report.verdict}. Other processes take {busy - own:.0%} of the machine's cores, this run {own:.0%}: "
+                "end them, or give the run cores of its own"
             )
         return report.verdict
 

@@ -56,6 +56,11 @@ CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
 _PEER_BOUND = 0.3  # the threshold if all peers are equally fast: some reducing is part of every step
 _TOO_SHORT_S = 0.01
 _BOUND = 0.1  # the fraction of the loops' time from which a cause of waiting counts as the bottleneck
+_ADVICE = {
+    SAVE: "saving-bound: {:.0%} of the time goes to saving; save less often, or pass save_state(is_async=True)",
+    LOG: "logging-bound: {:.0%} of the time goes to logging; log less often",
+    EVALUATE: "evaluation-bound: {:.0%} of the time goes to evaluating; evaluate less often, or on fewer samples",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -204,6 +209,11 @@ class Report:
         total = sum(each.loop_seconds for each in self.ranks)
         return sum(each.waited(cause) for each in self.ranks) / total if total else 0.0
 
+    def _share(self, phase: str) -> float:
+        """The fraction of all loops' time that went to a phase."""
+        total = sum(each.loop_seconds for each in self.ranks)
+        return sum(each.seconds.get(phase, 0.0) for each in self.ranks) / total if total else 0.0
+
     @property
     def slowest(self) -> int | None:
         """The rank that kept the others waiting: its loops spent the most time on anything but waiting for peers.
@@ -221,23 +231,29 @@ class Report:
         if max(each.loop_seconds for each in self.ranks) < _TOO_SHORT_S:
             return "it is unknown what the run waited for: its loops took no time"
         source, transfer, peers = [self.waited(cause) for cause in CAUSES]
-        if self.counters and max(source, transfer) < _BOUND:
+        aside = max(_ADVICE, key=self._share)
+        model = self._share(FORWARD) + self._share(BACKWARD)
+        others = (self._share(phase) for phase in (COMPUTE, STEP, *self.named_phases) if phase != aside)
+        if self._share(aside) > max(source, transfer, peers, model, *others):
+            return _ADVICE[aside].format(self._share(aside))
+        least = max(_BOUND, self._share(aside))
+        if self.counters and max(source, transfer) < least:
             return (
                 f"compute-bound, or peer-bound: {source + transfer:.0%} of the step waits for data. A lazy device "
                 "computes where its graph is cut, so computing counts as reducing and stepping"
             )
-        if peers >= max(source, transfer, _PEER_BOUND if self.slowest is None else _BOUND):
+        if peers >= max(source, transfer, least, _PEER_BOUND if self.slowest is None else 0):
             lever = "larger batches, or accumulation, would help"
             if self.slowest is not None:
                 lever = f"rank {self.slowest} is the slowest: look at its data, and at what else its machine does"
             return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks; {lever}"
-        if max(source, transfer) < _BOUND:
-            others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
-            model = "mixed precision, compile=True or more devices would help"
+        if max(source, transfer) < least:
+            for_others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
+            lever = "; mixed precision, compile=True or more devices would help"
             if FORWARD not in self.named_phases:
-                model += ", if the model takes the time: unisono.phase(...) around its lines shows whether it does"
-            lever = self._longest_named() or f"; {model}"
-            return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}{lever}"
+                lever += ", if the model takes the time: unisono.phase(...) around its lines shows whether it does"
+            lever = self._longest_named() or lever
+            return f"compute-bound: {source + transfer:.0%} of the step waits for data{for_others}{lever}"
         if source >= transfer:
             return f"input-bound: {source:.0%} of the step waits for the dataset; more loader workers would help"
         return (
@@ -248,9 +264,8 @@ class Report:
     def _longest_named(self) -> str:
         """Name the longest named phase, if it took enough time to matter; where the model's passes are known, perhaps
         the lines around them."""
-        total = sum(each.loop_seconds for each in self.ranks)
-        names = [*self.named_phases, *([COMPUTE] if FORWARD in self.named_phases else [])]
-        shares = {name: sum(each.seconds.get(name, 0.0) for each in self.ranks) / total for name in names}
+        names = [*self.named_phases, *([COMPUTE, STEP] if FORWARD in self.named_phases else [])]
+        shares = {name: self._share(name) for name in names}
         longest = max(shares, key=shares.__getitem__, default="")
         what = "lines around the model: name them, with unisono.phase(...)" if longest == COMPUTE else label(longest)
         is_model = longest in ("", FORWARD, BACKWARD)

@@ -43,7 +43,11 @@ def _table(report: Report) -> str:
 
 def _lines_below(report: Report) -> Iterator[str]:
     """The lines below the table."""
-    yield f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s)"
+    seconds = max((each.loop_seconds for each in report.ranks), default=0.0)
+    yield (
+        f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s), in the {seconds:,.2f} s that "
+        "the slowest has spent in loops"
+    )
     if report.ranks:
         rate = sum(each.bytes_per_second for each in report.ranks) / 1e6
         depth = sum(each.mean_queue for each in report.ranks) / len(report.ranks)

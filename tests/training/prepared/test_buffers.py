@@ -90,3 +90,44 @@ def test_where_batch_norm_gets_one_sample_the_error_says_what_helps(mode: Mode, 
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as error:
         mode.run(body)
     assert any("sync_batchnorm=True" in note for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch_size", "advice"),
+    [
+        (
+            {"virtual_ranks": 8, "split_batches": True, "seed": 0},
+            5,
+            "each of the 8 virtual ranks gets 0 or 1 of 5 samples; use a batch_size of at least 16",
+        ),
+        (
+            {"virtual_ranks": 2, "seed": 0},
+            1,
+            "each of the 2 virtual ranks gets 1 of 2 samples; use a batch_size of at least 2",
+        ),
+        ({}, 1, "the model gets 1 of 1 samples; use a batch_size of at least 2"),
+        (
+            {"virtual_ranks": 2, "split_batches": True, "seed": 0},
+            9,
+            "BatchNorm has no variance over one sample; pass DataLoader(drop_last=True)",
+        ),
+    ],
+)
+def test_where_each_batch_gives_batch_norm_one_sample_the_error_says_how_many_are_needed(
+    options: Any, batch_size: int, advice: str
+) -> None:
+    def body() -> None:
+        accelerator = Accelerator(**options)
+        network = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+        loader = loader_of(20, batch_size)
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+        for inputs, _, _ in loader:
+            optimizer.zero_grad()
+            accelerator.backward(network(inputs).pow(2).mean())
+            optimizer.step()
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as error:
+        SOLO.run(body)
+    (note,) = error.value.__notes__
+    assert advice in note
+    assert ("sync_batchnorm" in note) is ("virtual_ranks" not in options)

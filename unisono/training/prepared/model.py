@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.deliveries import Batch
 from unisono.timeline import FORWARD
 from unisono.torch_private import APPLY, MODULES, overrides
 from unisono.training.backward import Passes
 from unisono.training.compilation import keep_out_of_graphs
 from unisono.training.prepared.stepper import alive, steppers
+from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import MIXED
 from unisono.tree import tree_map
@@ -100,10 +102,7 @@ class PreparedModel(nn.Module):
             raise
         except ValueError as error:
             if _ONE_VALUE in str(error):
-                error.add_note(
-                    "BatchNorm has no variance over one sample; pass DataLoader(drop_last=True), or on several ranks, "
-                    "without virtual_ranks, Accelerator(sync_batchnorm=True), which computes it over all of them"
-                )
+                error.add_note(_way_to_more_samples(origin.batch if origin is not None else None, passes.steps))
             raise
         finally:
             if track is not None:
@@ -224,6 +223,23 @@ def _explaining_parts(way_out: str) -> Iterator[None]:
         if MIXED in str(error):
             raise RuntimeError(way_out) from error
         raise
+
+
+def _way_to_more_samples(batch: Batch | None, steps: Steps) -> str:
+    """What helps where a BatchNorm has got one sample: of a last, smaller batch, or of each batch."""
+    kind = "virtual " if steps.virtual is not None else ""
+    first = next(iter(batch.loop.kinds.values())) if batch is not None else None
+    needed = 2 * -(-steps.parts // first.dealt) if first is not None else 0
+    if first is None or first.rows is None or first.total is None or first.total >= needed * first.dealt:
+        text = "BatchNorm has no variance over one sample; pass DataLoader(drop_last=True)"
+    else:
+        few, more = divmod(first.total, steps.parts)
+        who = f"each of the {steps.parts} {kind}ranks" if steps.parts > 1 else "the model"
+        text = (
+            f"BatchNorm has no variance over one sample, and {who} gets {few}{f' or {few + 1}' if more else ''} of "
+            f"{first.total} samples; use a batch_size of at least {needed}"
+        )
+    return text if kind else f"{text}, or on several ranks Accelerator(sync_batchnorm=True), which uses those of all"
 
 
 def _is_own_method(value: Any, name: str) -> bool:

@@ -1,4 +1,8 @@
-"""`unisono bench`: the benchmarks of a checkout, as one file; and two such files compared, device by device."""
+"""The benchmarks, as one file of results; and two such files compared, device by device.
+
+python bench/run.py
+python bench/run.py compare OLD.json NEW.json
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,20 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from unisono.protocols import Backend
+import torch
+
+from unisono.backends import CPU, pick_backend
+from unisono.backends.cpu import processor
+from unisono.protocols import Backend
+from unisono.report.picture import new_figure
+from unisono.report.text import aligned
 
 _FIGURE = re.compile(
     r"(?P<name>\S.*?) +(?P<ratio>[-.e\d]+) +quartiles (?P<low>[-.e\d]+) \.\. (?P<high>[-.e\d]+) +(?P<pairs>\d+) pairs"
@@ -32,17 +41,15 @@ _KEY = ("device", "script", "case", "name")
 _PACKAGES = ("unisono", "torch", "torch-xla", "accelerate", "lightning-fabric", "torchdata")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="run the benchmarks of a checkout, or compare two results",
-        description="Runs bench/*.py of a checkout: each compares this package with what it replaces, as ratios of "
-        "interleaved blocks. Writes them with the facts of the machine. `unisono bench compare OLD NEW` prints what "
-        "has changed between two such files of the same machine.",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, without the program's name; None uses the process's own."""
+    parser = argparse.ArgumentParser(
+        description="Runs bench/*.py: each compares this package with what it replaces, as ratios of interleaved "
+        "blocks. Writes them with the facts of the machine. `compare OLD NEW` prints what has changed between two such "
+        "files of the same machine.",
     )
     parser.add_argument("compare", nargs="*", metavar="compare OLD NEW", help="compare two files")
-    parser.add_argument("--suite", default="bench", help="the directory of the scripts; default: bench")
+    parser.add_argument("--suite", default=Path(__file__).parent, help="the directory of the scripts; default: bench")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these scripts, by their names without .py")
     parser.add_argument("--device", nargs="+", help="cpu (the default), cuda, mps, xla; or several")
     parser.add_argument(
@@ -51,29 +58,23 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "-o", "--output", help="the results (default bench.json); or the picture of a comparison, one for each device"
     )
-    parser.set_defaults(parser=parser, run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
+    arguments = parser.parse_args(argv)
     try:
         if not arguments.compare:
             return _run_suite(arguments)
         if arguments.compare[0] != "compare" or len(arguments.compare) != 3:
-            arguments.parser.error(f"{' '.join(arguments.compare)}: write `unisono bench compare OLD.json NEW.json`")
+            parser.error(f"{' '.join(arguments.compare)}: write `python bench/run.py compare OLD.json NEW.json`")
         old, new = (read_results(Path(each)) for each in arguments.compare[1:])
         print(compare(old, new))
         if arguments.output:
             print(*draw(old, new, Path(arguments.output)), sep="\n")
     except (OSError, ValueError, ImportError) as error:
-        print(f"unisono bench: {error}", file=sys.stderr)
+        print(f"bench/run.py: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _run_suite(arguments: argparse.Namespace) -> int:
-    from unisono.backends import CPU, pick_backend  # here, since it imports torch
-
     if arguments.blocks is not None and arguments.blocks < 1:
         raise ValueError(f"--blocks {arguments.blocks}: pass 1 or more")
     options = ["--blocks", str(arguments.blocks)] if arguments.blocks else []
@@ -105,7 +106,7 @@ def _run_suite(arguments: argparse.Namespace) -> int:
         keep()
     print(output)
     if failed:
-        print(f"unisono bench: failed: {', '.join(failed)}", file=sys.stderr)
+        print(f"bench/run.py: failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
@@ -114,7 +115,7 @@ def _scripts_for(device: str, arguments: argparse.Namespace) -> list[Path]:
     suite = Path(arguments.suite)
     benchmarks = {each: devices for each in sorted(suite.glob("*.py")) if (devices := _devices_of(each))}
     if not benchmarks:
-        raise FileNotFoundError(f"{suite}/ holds no benchmarks: run this in a checkout, or pass --suite DIRECTORY")
+        raise FileNotFoundError(f"{suite}/ holds no benchmarks: pass a --suite DIRECTORY that does")
     names = [each.stem for each in benchmarks]
     if unknown := set(arguments.only or ()) - set(names):
         raise ValueError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(names)}")
@@ -148,8 +149,6 @@ def _figures(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def machine_facts(families: Iterable[Backend]) -> dict[str, Any]:
     """What a figure depends on, the load before it included."""
-    from unisono.backends.cpu import processor  # here, since it imports torch
-
     versions = {"python": platform.python_version()}
     for each in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -167,8 +166,6 @@ def machine_facts(families: Iterable[Backend]) -> dict[str, Any]:
 
 def _describe(family: Backend) -> str:
     """How many devices there are, and what torch calls the first."""
-    import torch
-
     name = family.hardware()
     with suppress(RuntimeError, AttributeError):  # torch has no module for the family, or no name for its devices
         name = torch.get_device_module(family.name).get_device_name(0)
@@ -176,7 +173,7 @@ def _describe(family: Backend) -> str:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a file of `unisono bench`; ValueError if it is none."""
+    """Read a file of results; ValueError if it is none."""
     try:
         found = json.loads(path.read_text())
         if not found["figures"] or not found["facts"]["devices"]:
@@ -189,7 +186,7 @@ def read_results(path: Path) -> dict[str, Any]:
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no result of `unisono bench` ({error}): run that, and pass the file it writes"
+            f"{path} is no result of `python bench/run.py` ({error}): run that, and pass the file it writes"
         ) from None
     return dict(found)
 
@@ -219,8 +216,6 @@ def _is_clear(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
     """A table: each ratio before and after, and old / new; above 1, it has become better. `*`: beyond the quartiles."""
-    from unisono.report.text import aligned  # here, since it imports torch
-
     rows = [["", "device", "old", "new", "old/new", ""]]
     for device, name, before, after in _pairs(old, new):
         numbers = [f"{before['ratio']:.3f}", f"{after['ratio']:.3f}", f"{before['ratio'] / after['ratio']:.3f}"]
@@ -230,8 +225,6 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def draw(old: dict[str, Any], new: dict[str, Any], path: Path) -> list[Path]:
     """A picture for each device, PNG or SVG by the suffix, with the device in its name: old / new of each benchmark."""
-    from unisono.report.picture import new_figure  # here, since it imports torch
-
     pairs = _pairs(old, new)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = []
@@ -257,3 +250,10 @@ def draw(old: dict[str, Any], new: dict[str, Any], path: Path) -> list[Path]:
         drawn.append(path.with_name(f"{path.stem}-{device}{path.suffix or '.png'}").absolute())
         figure.savefig(drawn[-1], dpi=130)
     return drawn
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
