@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from functools import cache
-from threading import get_ident
 from typing import Any
 
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 logger = logging.getLogger(__name__)
 
-_by_thread: dict[int, weakref.ref[LoneSteps]] = {}
+_here = threading.local()  # not by a thread's number, which the next thread may get
 
 
 class LoneSteps:
@@ -37,7 +37,7 @@ class LoneSteps:
         unknown."""
         if num_begun is not None and self._num_begun is None:
             self._num_begun = num_begun
-            _by_thread[get_ident()] = weakref.ref(self)
+            _here.steps = weakref.ref(self)
             _look_at_steps()
 
     def look(self, optimizer: Optimizer) -> None:
@@ -63,6 +63,6 @@ def _look_at_steps() -> None:
 
 
 def _look(optimizer: Optimizer, *_: Any) -> None:
-    held = _by_thread.get(get_ident())
+    held = getattr(_here, "steps", None)
     if held is not None and (found := held()) is not None:
         found.look(optimizer)
