@@ -25,7 +25,7 @@ from unisono.errors import WorkerDiedError
 from unisono.report.as_json import as_json
 from unisono.report.comparison import compare
 from unisono.report.live import describe, is_alive, logged_line
-from unisono.report.page import _charts_of_logged, page_data
+from unisono.report.page import charts_of_logged, page_data
 from unisono.report.record import Recorder
 from unisono.report.run import Run, read_run
 from unisono.report.text import table_of
@@ -148,7 +148,7 @@ def test_the_page_and_json_begin_with_settings_versions_and_what_was_logged_last
 
 def test_train_and_validation_are_in_one_chart(run: Run) -> None:
     record = replace(run.ranks[0], earlier=[], samples=[{**run.ranks[0].samples[-1], "logged": LOGGED}])
-    charts = {each["title"]: each for each in _charts_of_logged(Run(run.directory, [record], run.attempts))}
+    charts = {each["title"]: each for each in charts_of_logged(Run(run.directory, [record], run.attempts))}
     assert [*charts] == ["loss", "test"]
     assert charts["loss"]["x"] == [1, 2, 3]
     assert charts["loss"]["series"] == [["train_loss", [4.0, 3.0, None]], ["val/loss", [None, 5.0, 4.5]]]
