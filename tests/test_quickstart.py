@@ -12,9 +12,15 @@ from test_code_blocks import ROOT, blocks_of
 BLOCKS = list(blocks_of(ROOT / "docs" / "quickstart.md"))
 CHANGED = (ROOT / "examples" / "quickstart.py").read_text().partition('"""\n\n')[2]
 README = (ROOT / "README.md").read_text()
-(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+(CHANGES,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+PLAIN, EXAMPLE = (re.sub(rf"^[{away}].*\n|^[{kept} ]", "", CHANGES, flags=re.MULTILINE) for away, kept in ("+-", "-+"))
 COMMANDS = re.findall(r"^\$ (.*)\n(.*)", README, re.MULTILINE)  # and the line that each prints
-SCRIPTS = {"train.py": next(block.text for block in BLOCKS if block.title), "quickstart.py": CHANGED, "README": EXAMPLE}
+SCRIPTS = {
+    "train.py": next(block.text for block in BLOCKS if block.title),
+    "quickstart.py": CHANGED,
+    "README": EXAMPLE,
+    "plain": PLAIN,
+}
 (SHOWN,) = (block.text for block in BLOCKS if block.language == "text")
 
 
@@ -71,6 +77,8 @@ def test_the_changes_lead_from_the_first_script_to_the_last() -> None:
 def test_the_example_prints_one_hash_on_each_number_of_devices(tmp_path: Path) -> None:
     assert [command for command, _ in COMMANDS] == ["python train.py", *(f"unisono run -n {n} train.py" for n in "23")]
     assert len({shown for _, shown in COMMANDS}) == 1
+    assert len(re.findall(r"^[+-]", CHANGES, re.MULTILINE)) == 5
+    assert run(tmp_path, "plain", "-n", "1") == []
     printed = [run(tmp_path, "README", "-n", devices) for devices in "123"]
     assert printed[0] == printed[1] == printed[2]
     assert re.fullmatch(r"weights sha256 [0-9a-f]{64}", "\n".join(printed[0])), "another processor has another hash"

@@ -22,7 +22,8 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>
 # Of a traceback: frames of this package and of torch's collectives, with their lines of code and marks, before another
 # frame or an error of ours.
 _HIDDEN = re.compile(
-    rf'  File "(?:{re.escape(PACKAGE)}|<frozen runpy>|.*/torch/distributed/(?:c10d_logger|distributed_c10d)\.py).*", '
+    rf'  File "(?:{re.escape(PACKAGE)}|<frozen runpy>|<model>|'
+    r'.*/torch/distributed/(?:c10d_logger|distributed_c10d)\.py).*", '
     r"line \d+, in .*\n(?:    .*\n|  \[Previous .*\n)*"
     r'(?=  File "|unisono\.errors\.)'
 )
@@ -40,7 +41,7 @@ class Frame:
     @property
     def is_users(self) -> bool:
         """Whether the file belongs neither to a library nor to this package."""
-        return "/lib/python" not in self.file and not self.file.startswith((PACKAGE, "<frozen "))
+        return "/lib/python" not in self.file and not self.file.startswith((PACKAGE, "<frozen ", "<model>"))
 
     def __str__(self) -> str:
         return f'{self.name} ("{self.file}", line {self.line})'

@@ -1,7 +1,8 @@
 """What mkdocs is told of this site: pages that are generated, and links that lead out of `docs/`.
 
-The README is the home page; the changelog, the examples and the reference are pages, too. So a relative link that is
-right in the repository (`../examples/resume.py`) is right in the site, where it leads to the page of that file.
+The changelog, the examples and the reference are pages, too; the home page is docs/index.md, to which links to the
+README lead. So a relative link that is right in the repository (`../examples/resume.py`) is right in the site, where it
+leads to the page of that file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import reference
 ROOT = Path(__file__).parent.parent.parent
 
 COPIED = {
-    "README.md": "index.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
     "SECURITY.md": "project/security.md",
@@ -113,7 +113,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     _INTROS[page.file.src_uri] = "" if intro is None else " ".join(intro[1].split())
     boosts = [boost for name, boost in _BOOSTS.items() if page.file.src_uri.startswith(name)]
     page.meta["search"] = {"boost": boosts[0] if boosts else 3, "exclude": 0 in boosts}
-    pages = COPIED | _examples()
+    pages = COPIED | _examples() | {"README.md": "index.md"}
     pages |= {f"docs/{each.src_uri}": each.src_uri for each in files if (ROOT / "docs" / each.src_uri).exists()}
     pages |= {"docs/decisions": "decisions/index.md", "examples": "examples/train_digits.py.md"}
     here = page.file.src_uri

@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import chart
 import performance
 
 from bench.run import main
@@ -107,12 +108,13 @@ def test_a_device_that_is_not_here_is_refused_before_anything_runs(capsys: Any) 
     assert not found.out
 
 
-# docs/performance.md has the figures of the files in bench/results, and no others.
+# docs/performance.md and the picture of the first page have the figures of the files in bench/results, and no others.
 
 
 def test_the_page_is_what_is_made_from_the_committed_results() -> None:
     page = performance.PAGE.read_text()
     assert performance.fill(page, performance.read_all()) == page, "run: python docs/generate/performance.py"
+    assert chart.PICTURE.read_text() == chart.draw(performance.read_all()), "run: python docs/generate/chart.py"
     assert page.count("<!-- figures: ") > 10
 
 

@@ -185,6 +185,25 @@ def test_a_keyboard_interrupt_in_a_worker_reaches_the_caller(soon):
     assert "rank 1 of 2" in caught.value.__notes__[0]
 
 
+def test_a_ctrl_c_shows_where_the_caller_was_and_nothing_of_the_wait():
+    caller = os.getpid()
+
+    def work(index):
+        if index == 0:
+            os.kill(caller, signal.SIGINT)
+        stand_still()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            spawn(work, nprocs=2, grace_s=0.1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    shown = [os.path.basename(each.filename) for each in traceback.extract_tb(caught.value.__traceback__)]
+    assert shown[0] == "test_failures.py"
+    assert set(shown[1:]) <= {"test_failures.py", "spawn.py"}
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace():
     def work(index):
         if index == 0:

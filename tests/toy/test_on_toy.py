@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ from unisono import Accelerator, DeviceLoader, spawn
 from unisono.backends import accelerator, get_backend
 from unisono.backends.accelerator import AcceleratorBackend
 from unisono.backends.device import Device
+from unisono.cli import checks
 from unisono.pickling import dumps
 
 pytestmark = [pytest.mark.any_family, pytest.mark.skipif(FAMILY != "toy", reason="make test-toy builds the toy")]
+
+TOY = str(Path(__file__).parent / "package")
 
 
 @pytest.fixture
@@ -87,6 +91,33 @@ def test_batches_are_staged_in_page_locked_memory(family: AcceleratorBackend, mo
 def test_whether_memory_is_page_locked_does_not_depend_on_the_default_device(family: AcceleratorBackend) -> None:
     with torch.device("toy"):
         assert type(family)(family.name).pins_memory
+
+
+@pytest.mark.parametrize(
+    ("link", "state", "text"),
+    [
+        ("hangs 0 1", "problem", "a copy from toy:0 to toy:1 does not end within 6 s"),
+        ("corrupts 2 1", "problem", "what is copied from toy:2 to toy:1 arrives with other bits"),
+        ("is-slow 1 0", "warning", "from toy:1 to toy:0: 0.0"),
+    ],
+)
+def test_the_doctor_names_a_link_that_hangs_or_corrupts_or_is_slow(
+    link: str, state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", TOY)
+    monkeypatch.setenv("TOY_LINK", link)
+    monkeypatch.setattr(checks, "_COPY_S", 6.0)
+    found = [each for each in checks.check_copies() if each.state != "ok"]
+    assert [each.state for each in found] == [state]
+    assert text in found[0].text
+    assert ("NCCL_P2P_DISABLE=1" in found[0].advice) == (state == "problem")
+
+
+def test_the_doctor_copies_between_all_devices_and_lets_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", TOY)
+    words = " ".join(each.text for each in checks.check_copies() if each.state == "ok")
+    assert "16 ways on toy" in words
+    assert "all_reduce by cpu:gloo,toy:toycl between 4 on toy" in words
 
 
 def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_threads_behind_it(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from statistics import median
+from subprocess import PIPE, Popen
+from threading import Thread
+from typing import IO, Any
 
 import psutil
 import torch
@@ -25,6 +32,13 @@ from unisono.world import current_world
 WORKERS_LIMIT_S = 120.0
 _MIB, _GIB = 1 << 20, 1 << 30
 _LARGE_BYTES = 64 << 20
+
+COPIES_LIMIT_S = 600.0
+_COPY_S = 20.0  # a pair's, with the start of the device
+_PEER_TO_PEER = (
+    "NCCL_P2P_DISABLE=1 in the environment lets collectives go through main memory, where that helps; so may a kernel "
+    "or BIOS without ACS and IOMMU (iommu=pt)"
+)
 
 
 def check_devices() -> Iterator[Finding]:
@@ -94,13 +108,7 @@ def check_workers() -> Iterator[Finding]:
         yield Finding("workers", "warning", f"not started: {found}", advice)
         return
     for family in filter(_has_two_devices, map(get_backend, family_names())):
-        try:
-            yield from _try_collectives(family)
-        except Exception as error:
-            notes = "; ".join([str(error), *getattr(error, "__notes__", ())])
-            text = " ".join(f"2 workers on {family.name} failed: {type(error).__name__}: {notes}".split())
-            advice = "the output above may say more; docs/troubleshooting.md explains each message"
-            yield Finding("workers", "problem", text, advice)
+        yield from _try_collectives(family, 2, "the output above may say more; docs/troubleshooting.md explains it")
 
 
 def _has_two_devices(family: Backend) -> bool:
@@ -110,21 +118,37 @@ def _has_two_devices(family: Backend) -> bool:
         return False
 
 
-def _try_collectives(family: Backend) -> Iterator[Finding]:
+def _try_collectives(family: Backend, count: int, advice_if_failed: str) -> Iterator[Finding]:
+    try:
+        yield from _measure(family, count, advice_if_failed)
+    except Exception as error:
+        notes = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        text = " ".join(f"{count} workers on {family.name} failed: {type(error).__name__}: {notes}".split())
+        yield Finding("workers", "problem", text, advice_if_failed)
+
+
+def _measure(family: Backend, count: int, advice_if_wrong: str) -> Iterator[Finding]:
     began = time.monotonic()
     # A daemon: a check that runs too long is abandoned, and ends with the program.
     timeout_s = WORKERS_LIMIT_S / 2
-    context = spawn(measure_collectives, (), 2, join=False, daemon=True, backend=family.name, timeout=timeout_s)
+    context = spawn(measure_collectives, (), count, join=False, daemon=True, backend=family.name, timeout=timeout_s)
     results = context.join() or []
     start_s = max(each[0] for each in results) - began
     advice = "torch is imported once for all workers, which is slow over a network: install it on a local disk"
-    yield warning_if(start_s > 20, "workers", f"2 on {family.name}: first barrier after {start_s:.2f} s", advice)
+    yield warning_if(start_s > 20, "workers", f"{count} on {family.name}: first barrier after {start_s:.2f} s", advice)
+    if not all(each[2] for each in results):
+        text = f"all_reduce by {group_backend(family)} between {count} on {family.name} gives another sum"
+        yield Finding("collectives", "problem", text, advice_if_wrong)
+        return
     rate = f"{_LARGE_BYTES >> 20} MiB at {_LARGE_BYTES / results[0][1] / 1e9:.2f} GB/s"
-    yield Finding("collectives", "ok", f"all_reduce by {group_backend(family)} between 2 on {family.name}: {rate}")
+    yield Finding(
+        "collectives", "ok", f"all_reduce by {group_backend(family)} between {count} on {family.name}: {rate}"
+    )
 
 
-def measure_collectives(rank: int) -> tuple[float, float]:
-    """In a worker that has passed its first barrier: the time, and the seconds of an all_reduce."""
+def measure_collectives(rank: int) -> tuple[float, float, bool]:
+    """In a worker that has passed its first barrier: the time, the seconds of an all_reduce, and whether one of whole
+    numbers gives their sum."""
     began = time.monotonic()
     world = current_world()
     tensor = torch.zeros(_LARGE_BYTES // 4, device=world.device)
@@ -135,7 +159,73 @@ def measure_collectives(rank: int) -> tuple[float, float]:
         all_reduce(tensor)
         world.backend.synchronize(world.device)
         taken.append(time.monotonic() - start)
-    return began, min(taken)
+    tensor.fill_(rank + 1)
+    total = all_reduce(tensor).cpu()
+    return began, min(taken), bool((total == sum(range(1, world.world_size + 1))).all())
+
+
+def check_copies() -> Iterator[Finding]:
+    """Copy between all pairs of devices of each accelerated family, and let workers on all of them reduce."""
+    families = [each for each in map(get_backend, family_names()) if each.is_accelerated() and each.device_count()]
+    if not families:
+        yield Finding("copies", "warning", "there is no accelerator here", "run it where there are some")
+    for family in families:
+        found = list(_pairs_of(family))
+        yield from found
+        if family.device_count() > 1 and all(each.state != "problem" for each in found):
+            yield from _try_collectives(family, family.device_count(), _PEER_TO_PEER)
+
+
+def _pairs_of(family: Backend) -> Iterator[Finding]:
+    rates: dict[str, float] = {}
+    for pair, answer in _copied(family.name):
+        if answer is None:
+            advice = f"{_PEER_TO_PEER}; the driver's log (dmesg) may say more"
+            yield Finding("copies", "problem", f"a copy from {pair} does not end within {_COPY_S:g} s", advice)
+            return
+        if not answer["is_equal"]:
+            advice = f"do not train on these until it is mended; {_PEER_TO_PEER}"
+            yield Finding("copies", "problem", f"what is copied from {pair} arrives with other bits", advice)
+        rates[pair] = answer["rate"]
+    typical = median(rates.values())
+    for pair, rate in rates.items():
+        if rate < typical / 4:
+            text = f"from {pair}: {rate / 1e9:.2f} GB/s, where {typical / 1e9:.2f} is typical of the others"
+            yield Finding(
+                "copies", "warning", text, "look at the slot and the cable: the vendor's tool shows the links"
+            )
+    low, high = min(rates.values()) / 1e9, max(rates.values()) / 1e9
+    yield Finding("copies", "ok", f"{len(rates)} ways on {family.name}, {low:.2f} to {high:.2f} GB/s")
+
+
+def _copied(family_name: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """The pairs, and what was found of each; None for one that does not end, which is the last."""
+    command = [sys.executable, "-P", "-m", "unisono.cli.copies", family_name]
+    lines: SimpleQueue[str] = SimpleQueue()
+    process = Popen(command, stdout=PIPE, text=True)
+    Thread(target=_read_lines, args=(process.stdout, lines), name="unisono-copies", daemon=True).start()
+    try:
+        while line := lines.get():
+            pair = "{from} to {to}".format(**json.loads(line))
+            try:
+                answer = lines.get(timeout=_COPY_S)
+            except Empty:
+                yield pair, None
+                return
+            if answer:
+                yield pair, json.loads(answer)
+        if code := process.wait():
+            raise RuntimeError(f"the program that copies on {family_name} has ended with code {code}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _read_lines(stream: IO[str], lines: SimpleQueue[str]) -> None:
+    """Body of the thread that reads what is copied; "" is the end."""
+    for line in stream:
+        lines.put(line)
+    lines.put("")
 
 
 def check_endpoint(endpoint: str) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ The exit code is 1 when there is a problem, else 0.
 examples:
   unisono doctor                             all checks, with two real workers: about 5 seconds
   unisono doctor --quick                     starts no worker
+  unisono doctor --gpus                      copies between all devices, bit for bit, and collectives of all
   unisono doctor --endpoint host1:29400      can a rendezvous be hosted, or reached, there?
 """
 
@@ -64,13 +65,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--all", action="store_true", help="print every fact, not just what needs action")
     parser.add_argument("--json", action="store_true", help="print every fact as JSON: area, name, state, text, advice")
     parser.add_argument("--quick", action="store_true", help="start no workers")
+    parser.add_argument("--gpus", action="store_true", help="copy between all devices, and compare what arrives")
     parser.add_argument("--endpoint", metavar="HOST:PORT", help="a rendezvous endpoint, to be served or reached")
     parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; return 1 if there is a problem, otherwise 0."""
-    areas = examine_all(options.quick, options.endpoint)
+    areas = examine_all(options.quick, options.gpus, options.endpoint)
     if options.json:
         facts = [{"area": area, **asdict(each)} for area, found in areas for each in found]
         print(json.dumps(facts, indent=1))
@@ -96,7 +98,7 @@ def check_versions() -> Iterator[Finding]:
         yield Finding("packages", "problem", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
-def examine_all(is_quick: bool, endpoint: str | None) -> Iterator[tuple[str, list[Finding]]]:
+def examine_all(is_quick: bool, has_copies: bool, endpoint: str | None) -> Iterator[tuple[str, list[Finding]]]:
     """Run the checks in their order: the area of each, and what it found. They are imported here: `unisono --help` does
     not need torch, and where a part of it is missing, the versions are still reported."""
 
@@ -117,6 +119,8 @@ def examine_all(is_quick: bool, endpoint: str | None) -> Iterator[tuple[str, lis
     if not is_quick:
         advice = "a worker or a collective hangs; py-spy dump --pid PID shows where"
         yield area("workers", checks.check_workers, checks.WORKERS_LIMIT_S, advice)
+    if has_copies:
+        yield area("copies", checks.check_copies, checks.COPIES_LIMIT_S, "the devices are slow; try fewer of them")
     if endpoint is not None:
         check = partial(checks.check_endpoint, endpoint)
         yield area("endpoint", check, 10, "its name is not resolved; give an address")

@@ -23,10 +23,12 @@
 #include <torch/library.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
 
 namespace {
 
@@ -292,6 +294,15 @@ Tensor on_cpu(const Tensor& tensor) {  // the same memory, and no reference to i
   return shown;
 }
 
+// A link that is broken, from TOY_LINK: "hangs 0 1", "corrupts 0 1" or "is-slow 0 1", from one device to another.
+std::string fault_of(const Device& from, const Device& to) {
+  std::string what;
+  int first = -1, second = -1;
+  auto said = std::getenv("TOY_LINK");
+  if (said) std::istringstream(said) >> what >> first >> second;
+  return from.index() == first && to.index() == second ? what : "";
+}
+
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   bool is_down = !from.device().is_cpu(), is_up = !to.device().is_cpu();
   int device = (is_up ? to : from).device().index();
@@ -306,10 +317,14 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   }
   auto source = is_down ? on_cpu(from) : from.detach();
   auto target = is_up ? on_cpu(to) : to.detach();
-  auto copy = [source, target]() mutable {
+  auto fault = is_up && is_down ? fault_of(from.device(), to.device()) : "";
+  auto copy = [source, target, fault]() mutable {
     c10::InferenceMode guard(source.is_inference() || target.is_inference());
     NoGradGuard no_grad;
     target.copy_(source);
+    while (fault == "hangs") std::this_thread::sleep_for(std::chrono::seconds(1));
+    if (fault == "is-slow") std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    if (fault == "corrupts") static_cast<char*>(target.mutable_data_ptr())[target.nbytes() / 2] ^= 1;
   };
   bool is_later = in_kernel ? is_up : is_up && is_down ? true : non_blocking && (is_up ? from : to).is_pinned();
   if (is_later) {

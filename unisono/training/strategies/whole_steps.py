@@ -149,48 +149,73 @@ def _step(optimizer: Optimizer, world: World, step: Callable[[], Any]) -> Any:
         return step()
     mesh = parts[0].device_mesh
     exchange, owners = _Exchange(world, mesh.size(mesh.ndim - 1)), _owners(parts, world.world_size)
-    # Of each part: its gradient, itself, and what is divided of its state.
+    own, states = _gather(exchange, optimizer, parts, owners)
+    with _in_place_of(parts, own, states, optimizer):
+        returned = step()
+        states = {whole: optimizer.state[whole] for whole in own.values()}
+    _scatter(exchange, optimizer, parts, owners, own, states)
+    return returned
+
+
+def _gather(
+    exchange: _Exchange, optimizer: Optimizer, parts: Sequence[Any], owners: Sequence[int]
+) -> tuple[dict[int, nn.Parameter], dict[torch.Tensor, dict[str, Any]]]:
+    """The parameters that this rank owns as a whole, with their gradients, by the numbers of their parts; and their
+    states."""
     names = [[name for name, each in optimizer.state[part].items() if is_distributed(each)] for part in parts]
-    rows: list[Any] = []
-    forms: list[_Form] = []
-    for part, owner, own in zip(parts, owners, names, strict=True):
-        found = [part.grad, part, *(optimizer.state[part][name] for name in own)]
+    rows, forms = list[torch.Tensor](), list[_Form]()
+    for part, owner, divided in zip(parts, owners, names, strict=True):
+        found = [part.grad, part, *(optimizer.state[part][name] for name in divided)]
         rows += [each.to_local() for each in found]
         forms += [_Form(owner, each.shape, each.dtype) for each in found]
     wholes = iter(exchange.gather(forms, rows))
-    own_parts: dict[int, nn.Parameter] = {}
+    own: dict[int, nn.Parameter] = {}
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for number, (part, owner) in enumerate(zip(parts, owners, strict=True)):
-        if owner == world.rank:
+        if owner == exchange.world.rank:
             gradient, whole = next(wholes), nn.Parameter(next(wholes))
-            whole.grad, own_parts[number] = gradient, whole
+            whole.grad, own[number] = gradient, whole
             states[whole] = {**optimizer.state[part], **{name: next(wholes) for name in names[number]}}
-    with _in_place_of(parts, own_parts, states, optimizer):
-        returned = step()
-        states = {whole: optimizer.state[whole] for whole in own_parts.values()}
-    # What is new of each state: of tensors with rows, their forms.
+    return own, states
+
+
+def _scatter(
+    exchange: _Exchange,
+    optimizer: Optimizer,
+    parts: Sequence[Any],
+    owners: Sequence[int],
+    own: Mapping[int, nn.Parameter],
+    states: Mapping[torch.Tensor, dict[str, Any]],
+) -> None:
+    """Give all parts their rows of what their owners have stepped on, and of the states; what has no rows, such as a
+    count of steps, all ranks get."""
+    world = exchange.world
     described = {
         number: {
             name: _Form(world.rank, each.shape, each.dtype) if _has_rows(each) else each
             for name, each in states[whole].items()
         }
-        for number, whole in own_parts.items()
+        for number, whole in own.items()
     }
     new = {number: state for each in world.comm.all_gather_object(described) for number, state in each.items()}
-    names = [[name for name, each in new[number].items() if isinstance(each, _Form)] for number in range(len(parts))]
-    forms, sent = [], list[torch.Tensor]()
+    forms, sent = list[_Form](), list[torch.Tensor]()
     for number, (part, owner) in enumerate(zip(parts, owners, strict=True)):
-        forms += [_Form(owner, part.shape, part.dtype), *(new[number][name] for name in names[number])]
+        divided = {name: each for name, each in new[number].items() if isinstance(each, _Form)}
+        forms += [_Form(owner, part.shape, part.dtype), *divided.values()]
         if owner == world.rank:
-            whole = own_parts[number]
-            sent += [whole, *(states[whole][name] for name in names[number])]
+            sent += [own[number], *(states[own[number]][name] for name in divided)]
     received = iter(exchange.scatter(forms, sent))
     for number, part in enumerate(parts):
         part.to_local().copy_(next(received))
-        state = optimizer.state[part] = dict(new[number])
-        for name in names[number]:
-            state[name] = _divided(next(received), part, state[name].shape)
-    return returned
+        optimizer.state[part] = {
+            name: _divided(next(received), part, each.shape) if isinstance(each, _Form) else _here(each, world)
+            for name, each in new[number].items()
+        }
+
+
+def _here(value: Any, world: World) -> Any:
+    """A value of another rank's state; what was on its device is on this one's."""
+    return value.to(world.device) if isinstance(value, torch.Tensor) and not value.is_cpu else value
 
 
 @contextmanager
