@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from unisono.report.comparison_page import write_comparison
 from unisono.report.page import write_page
 from unisono.report.run import read_run
 
@@ -178,3 +179,49 @@ def test_the_page_of_a_large_run_opens_in_less_than_two_seconds_of_work_and_hold
     assert pixels.count((0x2E, 0x86, 0xAB, 255)) > 0.6 * len(pixels), "the loop body, in its own colour"
     page.click("[data-zoom='0.5']")
     assert page.inner_text("#range").startswith("12.50 to 37.50 s")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_page_of_two_runs_fits_a_phone_draws_both_in_two_colours_and_asks_for_nothing(
+    browser: Any, tmp_path: Path, width: int, scheme: str
+) -> None:
+    paths = []
+    for name, top in (("one", 1e33), ("other", 2.0)):  # the first has diverged
+        facts = {"began": 1e9, "rank": 0, "world_size": 1, "restart": 0, "command": ["a" * 200], "cores": 8}
+        logged = [[0.0, step, {"train_loss": top ** (step / 10), "val_loss": 1.0}] for step in range(1, 11)]
+        line = {"t": 1.0, "phase": "", "doing": "", "step_seconds": [0.1] * 10, "logged": logged, "machine_cpu": 0.5}
+        line |= {"cpu_s": 1, "rss": 10**9, "rank": 0, "device": "cpu:0", "pid": 1, "host": "here", "samples": 40}
+        line |= {
+            "seconds": {"fetch": 0.25, "compute": 0.75, "reduce": 0, "step": 0},
+            "batches": 10,
+            "steps": 10,
+            "memory": 0,
+            "spans": [],
+        }
+        paths.append(tmp_path / name)
+        paths[-1].mkdir()
+        lines = [facts, line, {"settings": {"name": name}, "commit": ""}, {"end": "finished"}]
+        (paths[-1] / "rank-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    both = read_run(paths[0]), read_run(paths[1])
+    path = write_comparison(both, ["one", "other"], "their bits differ", tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: errors.append(request.url) if request.url != path.as_uri() else None)
+    page.goto(path.as_uri())
+    page.wait_for_function("document.body.dataset.ready")
+    assert errors == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    strokes = page.evaluate("charts[0][0].series.slice(1).map(each => [each.label, each._stroke, each.dash.length])")
+    first, second = "#2e86ab", "#d1495b"
+    assert strokes == [
+        ["first train_loss", first, 0],
+        ["first val_loss - -", first, 2],
+        ["second train_loss", second, 0],
+        ["second val_loss - -", second, 2],
+    ]
+    assert page.evaluate("charts[0][0].axes[1]._values.length") >= 3, "an axis of 33 decades has its numbers"
+    assert page.inner_text("#differing tr.differs").split() == ["name", "one", "other"]
+    widths = page.eval_on_selector_all(".bar i", "all => all.map(one => one.style.width)")
+    assert widths == ["25%", "75%", "0%", "0%"] * 2

@@ -195,6 +195,26 @@ class DeviceTrack(Track):
                 self.totals[phase] += took
 
 
+class LoopPlace(NamedTuple):
+    """Where a loop that trains is in its epoch.
+
+    Attributes:
+        epoch: its number, from 0.
+        before: the batches of the epoch before the position at which the loop has begun.
+        length: the batches of a whole epoch; None if that is unknown.
+        progress: whose `rounds` are the batches that the loop has received.
+    """
+
+    epoch: int
+    before: int
+    length: int | None
+    progress: Any
+
+    def as_numbers(self) -> dict[str, int | None]:
+        """For a record."""
+        return {"epoch": self.epoch, "batch": self.before + self.progress.rounds, "length": self.length}
+
+
 class LoopTiming:
     """One loop of the calling thread, waiting for its first batch; loops nest.
 
@@ -204,14 +224,15 @@ class LoopTiming:
     def __init__(self, track: Track) -> None:
         self.track = track
         self._before = track.switch(FETCH)
-        self._around = track.innermost
+        self.around = track.innermost
+        self.place: LoopPlace | None = None  # once it has trained, where a record is kept
         self._thread = threading.get_ident()
         track.innermost = self
 
     def end(self) -> None:
         """The loop's thread has passed its last batch."""
         self.track.switch(self._before)
-        self.track.innermost = self._around
+        self.track.innermost = self.around
 
     def abandon(self) -> bool:
         """The loop was left early, as a dropped iterator shows: end it, unless its thread is in another one."""

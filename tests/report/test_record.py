@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -25,9 +28,9 @@ from unisono.errors import WorkerDiedError
 from unisono.report.as_json import as_json
 from unisono.report.comparison import compare
 from unisono.report.live import describe, is_alive, logged_line
-from unisono.report.page import _charts_of_logged, page_data
+from unisono.report.page import charts_of_logged, page_data
 from unisono.report.record import Recorder
-from unisono.report.run import Run, read_run
+from unisono.report.run import Place, Run, read_run
 from unisono.report.text import table_of
 from unisono.report.trace import write_trace
 from unisono.timeline import BACKWARD, FETCH, FORWARD, LOG, REDUCE, STEP
@@ -148,7 +151,7 @@ def test_the_page_and_json_begin_with_settings_versions_and_what_was_logged_last
 
 def test_train_and_validation_are_in_one_chart(run: Run) -> None:
     record = replace(run.ranks[0], earlier=[], samples=[{**run.ranks[0].samples[-1], "logged": LOGGED}])
-    charts = {each["title"]: each for each in _charts_of_logged(Run(run.directory, [record], run.attempts))}
+    charts = {each["title"]: each for each in charts_of_logged(Run(run.directory, [record], run.attempts))}
     assert [*charts] == ["loss", "test"]
     assert charts["loss"]["x"] == [1, 2, 3]
     assert charts["loss"]["series"] == [["train_loss", [4.0, 3.0, None]], ["val/loss", [None, 5.0, 4.5]]]
@@ -396,3 +399,100 @@ def test_steps_that_are_none_are_refused(tmp_path: Path, profile: str) -> None:
         Output(tmp_path, profile=profile)
     with pytest.raises(ValueError, match="pass log_dir as well"):
         Output(profile="1:2")
+
+
+def test_top_knows_the_epoch_and_the_time_to_its_end_only_where_it_is_recorded(run: Run) -> None:
+    record, last = run.ranks[0], run.ranks[0].samples[-1]
+
+    def going_on(*places: tuple[float, int, int, int | None] | None) -> Run:
+        lines = [
+            {
+                **last,
+                "pid": os.getpid(),
+                "t": each[0],
+                "place": dict(zip(("epoch", "batch", "length"), each[1:], strict=True)),
+            }
+            if each
+            else {**last, "place": None}
+            for each in places
+        ]
+        return Run(run.directory, [replace(record, samples=lines, end=None)], run.attempts)
+
+    os.utime(record.path)
+    epoch = going_on((1.0, 1, 90, 100), (11.0, 2, 10, 100), (13.0, 2, 40, 100))
+    assert epoch.place == Place(2, 40, 100, pytest.approx(2 / 30 * 60))
+    assert "epoch 2: batch 40 of 100, about 0:00:04 to the end of the epoch" in describe(epoch)
+    found = json.loads(json.dumps(as_json(epoch)["ranks"][0]["place"]))
+    assert found == {"epoch": 2, "batch": 40, "length": 100, "seconds_left": pytest.approx(4)}
+    assert "epoch 2: batch 40" in describe(going_on((1.0, 2, 10, None), (2.0, 2, 40, None))), "it has no length"
+    assert "epoch 2: batch 10 of 100" in describe(going_on((1.0, 1, 90, 100), (2.0, 2, 10, 100))), "it begins"
+    for other in (going_on((1.0, 1, 90, 100), None), Run(run.directory, [record], run.attempts)):
+        assert not any("epoch" in line for line in describe(other))
+    ended = replace(epoch.ranks[0], end="ValueError")
+    assert Run(run.directory, [ended], run.attempts).place == Place(2, 40, 100, None)
+    older = [{name: value for name, value in last.items() if name != "place"}]
+    assert Run(run.directory, [replace(record, samples=older)], run.attempts).place is None
+
+
+def read_places(directory: Path) -> list[dict[str, int]]:
+    """The place at each batch of two epochs, each with an evaluation in it; the second is resumed in its middle."""
+    with use_world(solo_world()) as world:
+        recorder = Recorder(world, directory)
+        data = DataLoader(TensorDataset(torch.zeros(24, 1, device=HOST)), batch_size=4)
+        model = torch.nn.Linear(1, 1)
+        made = Accelerator().prepare(model, torch.optim.SGD(model.parameters(), 0.1), data, DataLoader([1.0, 2.0]))
+        network, optimizer, loader, other = made
+        found = []
+        for epoch in range(2):
+            for number, (batch,) in enumerate(loader):
+                network(batch).sum().backward()
+                optimizer.step()
+                with torch.no_grad():
+                    found += [recorder._numbers()["place"] for _ in other]
+                if epoch == 0 and number == 3:
+                    state = loader.state_dict()
+        assert recorder._numbers()["place"] is None, "outside a loop"
+        with torch.no_grad():
+            for _ in other:
+                assert recorder._numbers()["place"] is None, "no loop that trains"
+        loader.load_state_dict(state)
+        resumed = iter(loader)
+        next(resumed)
+        found.append(recorder._numbers()["place"])
+    return found
+
+
+def test_the_record_has_the_place_in_the_epoch_of_the_outermost_loop_that_trains(tmp_path: Path) -> None:
+    *passes, resumed = read_places(tmp_path)
+    assert passes == [
+        {"epoch": epoch, "batch": batch, "length": 6} for epoch in range(2) for batch in range(1, 7) for _ in range(2)
+    ]
+    assert resumed["batch"] == 5, "four came before it"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_coloured"),
+    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_top_has_colours_on_a_terminal_unless_they_are_not_wanted(
+    run: Run, variables: dict[str, str], is_coloured: bool
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+    command = [sys.executable, "-m", "unisono", "top", str(run.directory)]
+    for options in ([], ["--once"]):
+        own, theirs = pty.openpty()
+        with subprocess.Popen([*command, *options], stdout=theirs, env=environment | variables) as shown:
+            os.close(theirs)
+            text = b""
+            with contextlib.suppress(OSError):  # it has closed the terminal
+                while part := os.read(own, 4096):
+                    text += part
+        os.close(own)
+        assert shown.returncode == 0
+        assert (b"\x1b[7;" in text) is is_coloured
+        assert (b"\x1b" in text) is (is_coloured or (not options and variables.get("TERM") != "dumb"))
+    piped = subprocess.run(command, capture_output=True, check=True, env=environment | variables).stdout
+    assert b"\x1b" not in piped
+    codes = re.compile(r"\x1b\[[\d;]*m")
+    assert [codes.sub("", line) for line in describe(run, is_coloured=True)] == describe(run)
+    assert max(len(codes.sub("", line)) for line in describe(run, 40, is_coloured=True)) <= 40

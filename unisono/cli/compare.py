@@ -1,9 +1,10 @@
-"""`unisono compare`: the first step in which two runs with virtual ranks differ."""
+"""`unisono compare`: the first step in which two runs with virtual ranks differ; two runs side by side, as a page."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -11,28 +12,62 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "compare",
-        help="the first step in which two runs with virtual ranks differ",
+        help="the first step in which two runs with virtual ranks differ; two runs side by side, as a page",
         description="Compares the digests of two runs with Accelerator(virtual_ranks=...), on any numbers of devices: "
         "it names the first step, and the first parameter, that differ. Each run has its files in a log directory: "
         "unisono run --log-dir logs, or spawn(output=Output('logs')). Exit code: 0 if all steps are equal, 1 if some "
-        "step differs, 2 if the runs cannot be compared.",
+        "step differs, 2 if the runs cannot be compared. With -o, also writes a page of both, which needs no network; "
+        "then runs of which neither has digests are no error.",
     )
     parser.add_argument("one", metavar="RUN", help="a run's directory, or a log directory: its latest run")
     parser.add_argument("other", metavar="RUN2", help="the other run")
+    parser.add_argument("-o", "--output", metavar="PAGE.html", help="write a page of both runs side by side")
     parser.set_defaults(parser=parser, run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    from unisono.report.digests import check_two, compare_digests, read_digests  # here, since it imports torch
+    # Here, since it imports torch.
+    from unisono.report.comparison_page import write_comparison
+    from unisono.report.digests import check_two
+    from unisono.report.run import read_run
 
+    paths, page = (arguments.one, arguments.other), arguments.output
+    if page is not None and not page.endswith(".html"):
+        arguments.parser.error(f"-o {page} names no page: its name ends with .html")
+    if page is not None and not Path(page).absolute().parent.is_dir():
+        arguments.parser.error(f"-o {page}: there is no directory {Path(page).parent}; create it, or name another one")
     try:
-        check_two(arguments.one, arguments.other)
-        code, text = compare_digests(read_digests(arguments.one), read_digests(arguments.other))
+        check_two(*paths)
+        if page is None:
+            code, text = _compare_bits(paths)
+            print(text)
+            return code
+        runs = read_run(paths[0]), read_run(paths[1])
+        try:
+            code, text = _compare_bits(paths)
+        except FileNotFoundError as error:
+            code, text = _without_digests(paths, error)
+        print(text)
+        print(f"page: {write_comparison(runs, paths, text, page)}")
     except BrokenPipeError:
         raise
     except (OSError, ValueError) as error:
         print(f"unisono compare: {error}", file=sys.stderr)
         return 2
-    print(text)
     return code
+
+
+def _compare_bits(paths: tuple[str, str]) -> tuple[int, str]:
+    from unisono.report.digests import compare_digests, read_digests
+
+    return compare_digests(*map(read_digests, paths))
+
+
+def _without_digests(paths: tuple[str, str], error: Exception) -> tuple[int, str]:
+    """Where only one run has them, their bits were meant to be compared."""
+    from unisono.report.digests import EQUAL, NOT_COMPARABLE, has_digests
+
+    if any(map(has_digests, paths)):
+        return NOT_COMPARABLE, str(error)
+    return EQUAL, "whether their bits differ is unknown: Accelerator(virtual_ranks=...) writes digests, and neither has"

@@ -35,13 +35,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
+    from unisono.launch.colours import understands_codes, wants_colours
     from unisono.report.as_json import as_json  # here, since they import torch
     from unisono.report.live import describe, is_alive
     from unisono.report.run import read_run
 
     if arguments.json and not arguments.once:
         arguments.parser.error("--json is for one look: unisono top --once --json")
-    is_live = sys.stdout.isatty() and not arguments.once
+    is_terminal, is_coloured = understands_codes(sys.stdout), wants_colours(sys.stdout)
+    is_live = is_terminal and not arguments.once
     began = time.monotonic()
     shown: dict[Path, None] = {} if arguments.run_directory is None else {Path(arguments.run_directory): None}
     while True:
@@ -68,11 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps([as_json(each) for each in found], indent=1))
             return 0
         columns, rows = shutil.get_terminal_size() if is_live else (0, 0)
-        lines = [line for each in found for line in (*describe(each, columns), "")][:-1]
+        lines = [line for each in found for line in (*describe(each, columns, is_coloured), "")][:-1]
         if is_live:
             # Over the lines that are there, then erase the rest: no line is missing for a moment.
-            cut = [line[:columns] for line in lines][: rows - 1]
-            print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in cut) + "\x1b[J", end="", flush=True)
+            print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines[: rows - 1]) + "\x1b[J", end="", flush=True)
         else:
             print(*lines, sep="\n", flush=True)
         if arguments.once or not any(is_alive(rank) for each in found for rank in each.ranks):

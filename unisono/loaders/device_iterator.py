@@ -163,7 +163,10 @@ class DeviceIterator:
         counts["repeated"] += claim.repeated
         counts["bytes"] += delivery.nbytes
         counts["queued"] += queued
-        track.switch(COMPUTE if torch.is_grad_enabled() else EVALUATE)
+        trains = torch.is_grad_enabled()
+        track.switch(COMPUTE if trains else EVALUATE)
+        if loop.place is None and trains and lane.timeline.is_recorded:
+            loop.place = self._parent.place_of(progress)
         track.count_wait(delivery.stamps.divide(began, track.since), lane.is_direct)
         return delivery.batch
 

@@ -40,6 +40,7 @@ from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
 from unisono.loaders.streams import StreamSource
+from unisono.timeline import LoopPlace
 from unisono.virtual_ranks import Virtual, VirtualRanks, virtual_of
 from unisono.world import World, current_world
 
@@ -381,7 +382,16 @@ class ParallelLoader:
 
     def num_skipped(self) -> int:
         """The number of rounds before the position at which the next pass begins; 0 if it is unknown."""
-        _, position = self._source.next_position()
+        return self._batches_before(self._source.next_position()[1])
+
+    def place_of(self, progress: Progress) -> LoopPlace:
+        """Where a loop of the pass, which has begun, is in its epoch."""
+        assert self._begun is not None
+        lengths = self.lengths()
+        before = self._batches_before(self._begun.position)
+        return LoopPlace(self._begun.epoch, before, None if lengths is None else lengths[1], progress)
+
+    def _batches_before(self, position: Mapping[str, Any]) -> int:
         sampler = getattr(self._loader, "batch_sampler", None)  # has it, if the DataLoader was made with one
         size = getattr(self._loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         taken = position["offset"] // self._rule.shards // size if size else 0

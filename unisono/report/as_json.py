@@ -10,7 +10,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from unisono.report.run import RankRecord, Run
+from unisono.report.run import RankRecord, Run, place_of
 
 FORMAT = 1
 """Of the names: a new number, if one of them changes its meaning or is left out."""
@@ -48,6 +48,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rank(record: RankRecord) -> dict[str, Any]:
     last = record.samples[-1] if record.samples else {}
+    place = place_of(record)
     numbers = {} if record.summary is None else asdict(record.summary)
     numbers.pop("spans", None)
     times = sorted(seconds for _, seconds in record.steps())
@@ -60,6 +61,7 @@ def _rank(record: RankRecord) -> dict[str, Any]:
         "phase": last.get("phase", ""),
         "doing": last.get("doing", ""),
         "steps_done": last.get("done"),
+        "place": None if place is None else asdict(place),
         "median_step_seconds": times[len(times) // 2] if times else None,
         "checkpoint": record.checkpoint,
     }

@@ -86,8 +86,14 @@ class RunDigests:
 
 def run_in(path: str | Path) -> Path:
     """The directory of the run that is meant: this one, or the latest in a log directory."""
-    found = (each for each in (Path(path), Path(path, "latest")) if (each / DIGESTS).exists())
+    places = (Path(path), Path(path, "latest"))
+    found = (each for name in (DIGESTS, "rank-0.jsonl") for each in places if (each / name).exists())
     return next(found, Path(path)).resolve()
+
+
+def has_digests(path: str | Path) -> bool:
+    """Whether the run has a file of digests, which may lack those of steps."""
+    return (run_in(path) / DIGESTS).exists()
 
 
 def check_two(one: str | Path, other: str | Path) -> None:

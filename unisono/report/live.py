@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +29,52 @@ _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "c
 _BAR = 16  # characters
 _LETTERS = {FETCH: "w", COMPUTE: "c", FORWARD: "f", BACKWARD: "b", REDUCE: "r", STEP: "s", EVALUATE: "e"}
 _OTHER = "o"
+_PAINTS = {"w": 31, "c": 34, "f": 35, "b": 36, "r": 33, "s": 32, "e": 37, _OTHER: 90}  # of a terminal
+_TOGETHER = "\N{NO-BREAK SPACE}"  # a letter and its meaning
 _MEANINGS = {letter: label(phase) for phase, letter in _LETTERS.items()} | {_OTHER: "others"}
 
 
-def describe(run: Run, columns: int = 0) -> list[str]:
-    """The run now, as lines; sentences as wide as so many columns, or in a line each."""
+def describe(run: Run, columns: int = 0, is_coloured: bool = False) -> list[str]:
+    """The run now, as lines of at most so many columns, or of any width; in the colours of a terminal, if wanted."""
     rows = [_HEADINGS, *(_row(run, each) for each in run.ranks)]
     kept = [name for name, *cells in zip(*rows, strict=True) if any(cells)]
     table = aligned([[cell for name, cell in zip(_HEADINGS, row, strict=True) if name in kept] for row in rows])
     letters = {letter for row in rows[1:] for letter in row[-1]}
-    legend = ", ".join(f"{letter} {meaning}" for letter, meaning in _MEANINGS.items() if letter in letters)
+    legend = ", ".join(f"{letter}{_TOGETHER}{meaning}" for letter, meaning in _MEANINGS.items() if letter in letters)
     spans = "rates: of the last second"
     if any(each.end is not None for each in run.ranks):
         spans += "; of a rank that has ended, of all its time, also outside loops"
     sentences = [
-        *filter(None, [legend and f"time: {legend}", spans, logged_line(run), run.restarts.summary]),
+        *filter(None, [_place_line(run), logged_line(run), run.restarts.summary, legend and f"time: {legend}", spans]),
         run.verdict,
     ]
     sentences += [f"missing: {text}" for text in run.missing]
     folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
-    return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table.splitlines(), "", *folded]
+    title = f"{run.command}, {run.seconds:,.0f} s, {run.directory}"
+    lines = [each[: columns or None] for each in [title, "", *table.splitlines(), "", *folded]]
+    if is_coloured:
+        lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
+        wide = max(map(len, table.splitlines())) - _BAR  # the bars are last, and to the right
+        for place in range(3, 3 + len(run.ranks)) if letters else ():
+            lines[place] = lines[place][:wide] + re.sub(r"(\w)\1*", _painted, lines[place][wide:])
+        lines = [re.sub(f"\\b(\\w)(?={_TOGETHER})", _painted, each) for each in lines]
+    return [each.replace(_TOGETHER, " ") for each in lines]
+
+
+def _painted(letters: re.Match[str]) -> str:
+    return f"\x1b[7;{_PAINTS.get(letters[1], 39)}m{letters[0]}\x1b[0m"
+
+
+def _place_line(run: Run) -> str:
+    """The epoch, and the time to its end; "" if no rank trains, or it has ended."""
+    place = run.place
+    if place is None or all(each.end is not None for each in run.ranks):
+        return ""
+    left = ""
+    if place.seconds_left is not None:
+        left = f", about {timedelta(seconds=round(place.seconds_left))} to the end of the epoch"
+    of = "" if place.length is None else f" of {place.length:,}"
+    return f"epoch {place.epoch}: batch {place.batch:,}{of}{left}"
 
 
 def logged_line(run: Run) -> str:

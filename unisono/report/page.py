@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -29,16 +29,24 @@ _PARTS = {"train", "training", "valid", "validation", "val", "eval", "evaluation
 
 def write_page(run: Run, path: str | Path) -> Path:
     """Write the page; return its absolute path. OSError if it cannot be written."""
+    return write_html("page.html", run.command, page_data(run), path)
+
+
+def write_html(name: str, title: str, data: dict[str, Any], path: str | Path) -> Path:
+    """Write a page of that name among the assets, with what it shows; return its absolute path. OSError if it cannot be
+    written."""
     assets = Path(__file__).with_name("assets")
     parts = {
-        "title": html.escape(run.command),
+        "title": html.escape(title),
         "uplot_css": (assets / "uPlot.min.css").read_text("utf-8"),
         "uplot_js": (assets / "uPlot.min.js").read_text("utf-8"),
-        "data": json.dumps(page_data(run), separators=(",", ":")).replace("<", "\\u003c"),
+        "page_css": (assets / "page.css").read_text("utf-8"),
+        "page_js": (assets / "page.js").read_text("utf-8"),
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    text = (assets / "page.html").read_text("utf-8")
-    for name, value in parts.items():
-        text = text.replace("{{" + name + "}}", value)
+    text = (assets / name).read_text("utf-8")
+    for part, value in parts.items():
+        text = text.replace("{{" + part + "}}", value)
     target = Path(path).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
@@ -49,7 +57,6 @@ def page_data(run: Run) -> dict[str, Any]:
     """What the page shows, as JSON."""
     report = run.report
     phases = [*LOOP_PHASES, *report.named_phases]
-    colours = _COLOURS | {phase: _NAMED[place % len(_NAMED)] for place, phase in enumerate(report.named_phases)}
     began = datetime.fromtimestamp(run.began, UTC)
     facts = [
         f"began {began:%Y-%m-%d %H:%M:%S} UTC",
@@ -69,13 +76,19 @@ def page_data(run: Run) -> dict[str, Any]:
         "facts": facts,
         "verdict": run.verdict,
         "seconds": run.seconds,
-        "phases": [[label(phase), colours[phase]] for phase in phases],
+        "phases": legend_of(report.named_phases),
         "table": _table(run, phases),
         "restarts": _restarts(run),
         "ranks": [_timeline_of(run, each, phases) for each in run.ranks],
         "missing": run.missing,  # after the timelines, which are read for them
         "charts": list(filter(None, _charts(run))),
     }
+
+
+def legend_of(named: Sequence[str]) -> list[list[str]]:
+    """The labels and colours of the phases of a loop, and of these that are named."""
+    colours = _COLOURS | {phase: _NAMED[place % len(_NAMED)] for place, phase in enumerate(named)}
+    return [[label(phase), colours[phase]] for phase in (*LOOP_PHASES, *named)]
 
 
 def _table(run: Run, phases: Sequence[str]) -> list[list[str]]:
@@ -138,7 +151,7 @@ def _timeline_of(run: Run, record: RankRecord, phases: Sequence[str]) -> dict[st
 
 def _charts(run: Run) -> list[dict[str, Any] | None]:
     return [
-        *_charts_of_logged(run),
+        *charts_of_logged(run),
         _chart_of_steps(run),
         _histogram_of_steps(run),
         _chart_over_time(run, "Throughput", "samples/s", _rates),
@@ -150,28 +163,46 @@ def _charts(run: Run) -> list[dict[str, Any] | None]:
     ]
 
 
-def _charts_of_logged(run: Run) -> list[dict[str, Any]]:
+def charts_of_logged(*runs: Run, names: Sequence[str] = ("",)) -> list[dict[str, Any]]:
     """Charts of the first numbers that the loop has logged, the losses before others; one for those that differ in the
-    part of the data only. Of steps that were repeated, what was logged last."""
-    attempts = [each for rank in run.ranks[:1] for each in (*rank.earlier, rank)]
-    lines = (line for each in attempts for sample in each.samples for line in sample["logged"])
-    logged: defaultdict[float, dict[str, Any]] = defaultdict(dict)
-    for number, (_, step, values) in enumerate(lines):
-        logged[number if step is None else step] |= values
+    part of the data only. Those of several runs, under their names, lie over each other."""
+    logged = [_logged_of(run) for run in runs]
     together: dict[str, dict[str, None]] = {}
-    for name in (name for values in logged.values() for name in values if _is_number(values[name])):
-        together.setdefault(_without_part(name), {})[name] = None
+    for each in logged:
+        for name in each:
+            together.setdefault(_without_part(name), {})[name] = None
     charts = []
     for title in sorted(together, key=lambda title: "loss" not in title.lower())[:_MAX_LOGGED]:
-        names = [*together[title]]
-        x = sorted(step for step, values in logged.items() if not values.keys().isdisjoint(names))
-        series: list[list[Any]] = [
-            [name, [one if _is_number(one := logged[at].get(name)) else None for at in x]] for name in names
+        parts = [*together[title]]
+        lines = [
+            ([f"{of} {part}".strip()], [place, number] if len(runs) > 1 else [], _thinned(each[part], len(runs)))
+            for place, (of, each) in enumerate(zip(names, logged, strict=True))
+            for number, part in enumerate(parts)
+            if part in each
         ]
-        found = [one for _, values in series for one in values if one is not None]
+        x = sorted({at for *_, points in lines for at in points})
+        series = [[*head, [points.get(at) for at in x], *look] for head, look, points in lines]
+        found = [one for each in logged for part in parts for one in each.get(part, {}).values() if one is not None]
         is_log = min(found) > 0 and max(found) > 100 * min(found)
-        charts.append(_chart(title if len(names) > 1 else names[0], "", "step", x, series, log=is_log))
+        charts.append(_chart(title if len(parts) > 1 else parts[0], "", "step", x, series, log=is_log))
     return charts
+
+
+def _logged_of(run: Run) -> dict[str, dict[float, float | None]]:
+    """By name, what has been a number at any step; None where it was none. Of steps that were repeated, what was logged
+    last."""
+    attempts = [each for rank in run.ranks[:1] for each in (*rank.earlier, rank)]
+    lines = (line for each in attempts for sample in each.samples for line in sample["logged"])
+    found: defaultdict[str, dict[float, float | None]] = defaultdict(dict)
+    for number, (_, step, values) in enumerate(lines):
+        for name, value in values.items():
+            found[name][number if step is None else step] = value if is_number(value) else None
+    return {name: points for name, points in found.items() if any(one is not None for one in points.values())}
+
+
+def _thinned(points: dict[float, float | None], runs: int) -> dict[float, float | None]:
+    """Here, since steps of several runs may alternate: every n-th of all of them may be of one run only."""
+    return dict(sorted(points.items())[:: -(-len(points) * runs // _MAX_POINTS) or 1])
 
 
 def _without_part(name: str) -> str:
@@ -180,7 +211,7 @@ def _without_part(name: str) -> str:
     return "_".join(each for each in words if each.lower() not in _PARTS) or name
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether it can be drawn: neither NaN, which JSON does not have, nor beyond what a browser can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
@@ -243,7 +274,7 @@ def _chart(
     title: str, unit: str, xlabel: str, x: list[Any], series: list[list[Any]], bars: bool = False, log: bool = False
 ) -> dict[str, Any]:
     every = -(-len(x) // _MAX_POINTS)
-    thinned = [[name, values[::every]] for name, values in series]
+    thinned = [[name, values[::every], *look] for name, values, *look in series]
     return {
         "title": title, "unit": unit, "xlabel": xlabel, "x": x[::every], "series": thinned, "bars": bars, "log": log,
     }  # fmt: skip

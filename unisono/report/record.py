@@ -170,6 +170,7 @@ class Recorder:
             "doing": getattr(self._world.comm, "current", None) or "",
             "done": self._steps.done,
             "loaded": self._steps.loaded,
+            "place": self._place(loop),
             "first_step": None if first_ns is None else self._seconds(first_ns),
             "step_seconds": self._new_steps(loop),
             "logged": self._new_logged(),
@@ -182,6 +183,13 @@ class Recorder:
         """The track of the rank's own loop: of the thread that has spent the most time in loops."""
         loops = [track for track in self._world.timeline.tracks() if track.name == "loop"]
         return max(loops, key=lambda track: sum(track.totals.copy().values()), default=None)
+
+    def _place(self, loop: Track | None) -> dict[str, int | None] | None:
+        """Of the outermost loop, if it trains."""
+        timing = loop.innermost if loop is not None else None
+        while timing is not None and timing.around is not None:
+            timing = timing.around
+        return None if timing is None or timing.place is None else timing.place.as_numbers()
 
     def _new_steps(self, loop: Track | None) -> list[float]:
         """Seconds of each step that has ended since the last reading: without evaluating, logging and saving."""

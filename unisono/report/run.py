@@ -127,6 +127,37 @@ class Attempt:
         return min(self.faults, key=lambda each: (each["is_secondary"], each["at"]), default={})
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in its epoch.
+
+    Attributes:
+        epoch: its number, from 0.
+        batch: the batches of the epoch so far.
+        length: those of a whole epoch; None if that is unknown.
+        seconds_left: to the end of the epoch, if its batches continue as they have come so far; None if the length is
+            unknown, no time has passed in this epoch, or the rank has ended.
+    """
+
+    epoch: int
+    batch: int
+    length: int | None
+    seconds_left: float | None
+
+
+def place_of(record: RankRecord) -> Place | None:
+    """Where a rank is with the last of its lines; None outside a loop that trains."""
+    samples = record.samples
+    last = samples[-1].get("place") if samples else None
+    if last is None:
+        return None
+    own = [each for each in samples if (each.get("place") or {}).get("epoch") == last["epoch"]]
+    seconds, batches = own[-1]["t"] - own[0]["t"], last["batch"] - own[0]["place"]["batch"]
+    is_known = last["length"] is not None and batches > 0 and record.end is None and not record.is_lost
+    left = max(0, last["length"] - last["batch"]) * seconds / batches if is_known else None
+    return Place(last["epoch"], last["batch"], last["length"], left)
+
+
 @dataclass
 class Run:
     """The records of all ranks, in rank order, and what is missing of them; those of the last attempt, and all
@@ -167,6 +198,11 @@ class Run:
         found = next(filter(None, logged), [])
         values = {name: value for _, _, each in found for name, value in each.items()}
         return (found[-1][1] if found else None), values
+
+    @cached_property
+    def place(self) -> Place | None:
+        """Where the first rank that trains is in its epoch; None where none is within a loop that trains."""
+        return next((found for each in self.ranks if (found := place_of(each)) is not None), None)
 
     @property
     def report(self) -> Report:
