@@ -210,10 +210,14 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def _gather_unequal(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Any:
         """Gather parts of several shapes, as NCCL does, which some optimizers of matrices rely on."""
         place = parts[self.rank()]
-        if (place.shape, place.dtype) != (own.shape, own.dtype):
+        fits = torch.tensor([(place.shape, place.dtype) == (own.shape, own.dtype)], device=HOST)
+        all_fit = torch.empty(self.size(), dtype=torch.bool, device=HOST)
+        self.all_gather_single(all_fit, fits)  # or those that fit would wait for the rank that is told
+        if not all_fit.all():
             raise RuntimeError(
                 f"all_gather sends {list(own.shape)} of {own.dtype}, and this rank's part of the output is "
-                f"{list(place.shape)} of {place.dtype}"
+                f"{list(place.shape)} of {place.dtype}; it is another one than what is sent on ranks "
+                f"{[rank for rank, each in enumerate(all_fit.tolist()) if not each]}"
             )
         place.copy_(own)
         for root, part in enumerate(parts):
