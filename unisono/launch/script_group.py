@@ -63,7 +63,8 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
     numbers, inherited = itertools.count(1), []
 
     def initialise(original: Callable[..., None], asked: dict[str, Any]) -> None:
-        is_announced = asked.get("store") is None and asked.get("init_method") in _OURS
+        is_of_family = asked.get("backend") in family_names()
+        is_announced = asked.get("store") is None and (is_of_family or asked.get("init_method") in _OURS)
         if os.getpid() != process or (is_announced and _asked(asked, "world_size", world_size) != world_size):
             # Another world, which is torch's alone.
             if dist.is_initialized() and dist.group.WORLD is ours():
@@ -75,7 +76,7 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
             original(**asked)
             count_group(dist.group.WORLD)
             return
-        if asked.get("backend") in family_names():
+        if is_of_family:
             if dist.is_initialized():
                 return
             asked |= {"backend": backend, "init_method": None}
