@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -45,6 +46,15 @@ def file() -> Iterator[int]:
     assert made is not None
     yield made
     os.close(made)
+
+
+def test_where_files_may_not_be_large_there_is_no_memory() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # ulimit -f
+    try:
+        assert create_memory() is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def writers(file: int, ranks: int, attempt: int = 0, slots: int = 2) -> list[Callable[[int, Any], None]]:

@@ -30,11 +30,16 @@ _STEPS += -_STEPS % mmap.ALLOCATIONGRANULARITY
 
 
 def create_memory() -> int | None:
-    """A descriptor of an empty memory; None where the system has no file without a name."""
+    """A descriptor of an empty memory; None where the system has no file without a name, or none of that size
+    (`ulimit -f`)."""
     if not hasattr(os, "memfd_create"):
         return None
     file = os.memfd_create("unisono-held", os.MFD_CLOEXEC)
-    os.ftruncate(file, SIZE + _STEPS)
+    try:
+        os.ftruncate(file, SIZE + _STEPS)
+    except OSError:
+        os.close(file)
+        return None
     return file
 
 
