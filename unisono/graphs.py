@@ -14,7 +14,7 @@ from unisono.torch_private import GRAPH_RULES
 
 
 @cache
-def leave_out_of_graphs() -> None:
+def keep_package_out_of_graphs() -> None:
     """Have torch.compile leave this package's functions out of its graphs, now or once the compiler is imported."""
     if GRAPH_RULES in sys.modules:
         _leave_out()
@@ -23,9 +23,9 @@ def leave_out_of_graphs() -> None:
 
 
 def _leave_out() -> None:
-    from unisono import torch_private
+    from unisono.torch_private import leave_out_of_graphs
 
-    torch_private.leave_out_of_graphs(__package__)
+    leave_out_of_graphs(__package__)
 
 
 class _Compiler(MetaPathFinder):

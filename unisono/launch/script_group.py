@@ -29,7 +29,7 @@ from unisono.comm.operations import HOST
 from unisono.comm.sealing import check_members
 from unisono.comm.shared_memory.process_group import NAME, SharedMemoryGroup
 from unisono.comm.shutdown import free_reducers_before_groups
-from unisono.graphs import leave_out_of_graphs
+from unisono.graphs import keep_package_out_of_graphs
 from unisono.torch_private import default_store
 from unisono.world import current_world
 
@@ -51,7 +51,7 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
     """
     free_reducers_before_groups()
     accept_device_ids(say)
-    leave_out_of_graphs()  # as gloo's are, which are no Python
+    keep_package_out_of_graphs()  # as gloo's are, which are no Python
     count_group(dist.group.WORLD)
     names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what groups are called for scripts
     shares_memory = isinstance(dist.group.WORLD, SharedMemoryGroup)  # which ranks of several machines do not

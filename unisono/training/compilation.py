@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.graphs import leave_out_of_graphs
+from unisono.graphs import keep_package_out_of_graphs
 from unisono.torch_private import CALL, COMPILED_CALL, set_lru_cache
 
 
@@ -54,4 +54,4 @@ def keep_out_of_graphs() -> None:
     # after some repetitions torch gives up and runs the model uncompiled.
     if set_lru_cache is not None:
         set_lru_cache(False)
-    leave_out_of_graphs()
+    keep_package_out_of_graphs()
