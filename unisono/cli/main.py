@@ -9,18 +9,29 @@ or replayed; 130 after Ctrl-C; if a worker ended the run, that worker's exit cod
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 
-COMMANDS = ("run", "doctor", "checkpoint", "report", "compare", "replay", "top", "simulate")
+COMMANDS = ("run", "doctor", "checkpoint", "report", "compare", "replay", "top", "warm", "simulate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; `argv` is without the program's name, and None uses the process's own."""
+    if argv is None and sys.argv[1:2] == ["run"] and sys.platform == "linux":
+        from unisono.launch.starting.warm_start import hand_over
+
+        if (code := hand_over(sys.argv[1:])) is not None:
+            return code
+    return run_command(sys.argv[1:] if argv is None else argv)
+
+
+def run_command(arguments: Sequence[str], inherited: int | None = None) -> int:
+    """Run the command line in this process; a fork of `unisono warm` has `inherited` a descriptor from it."""
+    import argparse  # here: a command that is handed over needs neither of them
+    from importlib.metadata import version
+
     parser = argparse.ArgumentParser(
         prog="unisono",
         description="Multi-device data-parallel training for PyTorch: one script, any number of devices.",
@@ -30,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"unisono.cli.{name}").add_parser(subparsers)
-    arguments = sys.argv[1:] if argv is None else argv
     if not arguments:
         parser.print_help()
         return 0
     parsed = parser.parse_args(arguments)
+    parsed.inherited = inherited
     try:
         code = int(parsed.run(parsed))
         sys.stdout.flush()

@@ -38,7 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
     began = time.monotonic()
     is_here = parsed.standalone or (parsed.nnodes in (None, (1, 1)) and endpoint_of(parsed) is None)
     if not (is_here and parsed.nproc == 1) and parsed.start_method in (None, "zygote"):
-        warm_early()  # it imports torch while this process does
+        warm_early(parsed.inherited)  # it imports torch while this process does
     from unisono.backends.cores import workers_per_node
     from unisono.launch.hosts.environment import announced_agent
     from unisono.launch.run_target import Target, check_target

@@ -111,7 +111,8 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(_parse_number(rank) for rank in text.split(","))
 
 
-def _parse_modules(text: str) -> list[str]:
+def parse_modules(text: str) -> list[str]:
+    """Parse names of modules, separated by commas."""
     names = text.split(",")
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -158,7 +159,7 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
         "--preload",
         "M,..",
         "modules that are imported once for all workers, before they start",
-        {"type": _parse_modules, "default": []},
+        {"type": parse_modules, "default": []},
     ),
     ("", "", "CPU cores", {}),
     ("--num-threads", "N", "CPU threads of each worker; else its share of the cores", _POSITIVE),

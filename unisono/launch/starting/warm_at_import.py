@@ -21,15 +21,18 @@ def warm_at_import() -> None:
         warm_early()
 
 
-def warm_early() -> None:
-    """Start the zygote, unless this process is a worker itself; never raises."""
+def warm_early(inherited: int | None = None) -> None:
+    """Start the zygote, unless this process is a worker itself; never raises. It is a fork of this process, if that has
+    `inherited` a descriptor from `unisono warm`."""
     process = sys.modules.get("multiprocessing.process")
     is_child = process is not None and process.parent_process() is not None
     is_worker = is_child or any(name in os.environ for name in _LAUNCHED)
     if sys.platform == "linux" and not is_worker:
-        from unisono.launch.starting.zygote_client import warm
+        from unisono.launch.starting.zygote_client import fork_zygote, warm
 
         try:
+            if inherited is not None:
+                fork_zygote(inherited)
             warm()
         except OSError:  # the first spawn gets the same error, and reports it
             return

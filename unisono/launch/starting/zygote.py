@@ -111,7 +111,7 @@ class Zygote:
             ready = self.selector.select(_IDLE_S if self.has_idle_work else None)
             if not ready:
                 self.has_idle_work = False
-                self.working = threading.Thread(target=_import_optimizers, name="unisono-preload")
+                self.working = threading.Thread(target=import_for_optimizers, name="unisono-preload")
                 self.working.start()
             for fd in (key.fd for key, _ in ready):
                 if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept_request()):
@@ -339,9 +339,9 @@ def _remove_unread(control: socket.socket) -> None:
             shutil.rmtree(message.get("directory", ""), ignore_errors=True)
 
 
-def _import_optimizers() -> None:
-    """Body of the thread for idle work: import what the first optimizer of a worker would import."""
-    gc.disable()  # until the next fork
+def import_for_optimizers() -> None:
+    """Import what the first optimizer of a worker would import. Turns garbage collection off until the next fork."""
+    gc.disable()
     with contextlib.suppress(Exception):
         for name in _FOR_OPTIMIZERS:
             importlib.import_module(name)

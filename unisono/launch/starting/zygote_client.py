@@ -18,7 +18,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
-from unisono.launch.starting.process_ends import interpreter_command, search_path
+from unisono.launch.starting.process_ends import ForkedProcess, interpreter_command, search_path
 
 _lock = threading.Lock()
 clients: dict[str, ZygoteClient] = {}  # by start method
@@ -27,9 +27,16 @@ _preloaded: list[str] = []  # the modules that the user wants every zygote to im
 
 
 class ZygoteClient:
-    """A running zygote, for a start method of `spawn`."""
+    """A running zygote: its process, and our end of its control socket."""
 
-    def __init__(self, start_method: str) -> None:
+    def __init__(self, process: Popen[bytes] | ForkedProcess, control: socket.socket) -> None:
+        self.process, self._control = process, control
+        self._end_s = 5.0  # it may be importing what nobody will use
+        _sockets.add(control)
+
+    @classmethod
+    def start(cls, start_method: str) -> ZygoteClient:
+        """Start a zygote for a start method of `spawn`, in a fresh interpreter."""
         ours, theirs = wire.socket_pair()
         arguments = theirs.fileno(), os.getpid(), start_method
         command = interpreter_command(f"from unisono.launch.starting.zygote import main; main(*{arguments!r})")
@@ -39,16 +46,14 @@ class ZygoteClient:
         # Our copy of its end is closed at once: it would hide the zygote's death from us.
         with theirs:
             # Under `_lock`, which our at-fork hook acquires: Popen runs such hooks only if it has a preexec_fn.
-            self.process = Popen(
+            process = Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 env=environ,
                 stdin=DEVNULL,
                 start_new_session=True,  # so that a Ctrl-C in the terminal reaches only the caller, which handles it
             )
-        self._control = ours
-        self._end_s = 5.0  # it may be importing what nobody will use
-        _sockets.add(ours)
+        return cls(process, ours)
 
     def is_alive(self) -> bool:
         """Whether it can still serve requests."""
@@ -123,6 +128,30 @@ def _preload(modules: Iterable[str]) -> None:
             client.preload(new)
 
 
+def fork_zygote(inherited: int) -> None:
+    """Start the zygote as a fork of this process, which has one thread and has run nothing; `inherited` is a descriptor
+    that the zygote closes."""
+    ours, theirs = wire.socket_pair()
+    caller = os.getpid()
+    process = ForkedProcess()
+    if process.pid:
+        theirs.close()
+        clients["zygote"] = ZygoteClient(process, ours)
+        return
+    try:
+        ours.close()
+        os.close(inherited)
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, 0)
+        os.close(nowhere)
+        from unisono.launch.starting.zygote import main
+
+        main(theirs.detach(), caller, "zygote")
+    finally:
+        os._exit(1)
+
+
 def open_group(directory: Path, start_method: str) -> socket.socket:
     """Open a new group and return its socket. A zygote that has died is replaced. UnisonoError: it cannot be started,
     and has printed the reason to stderr."""
@@ -143,7 +172,7 @@ def _running_client(start_method: str) -> ZygoteClient:
         client.close()
         client = None
     if client is None:
-        client = clients[start_method] = ZygoteClient(start_method)
+        client = clients[start_method] = ZygoteClient.start(start_method)
         if start_method == "zygote" and _preloaded:
             with contextlib.suppress(ConnectionError):  # it could not start; the request for workers will report that
                 client.preload(_preloaded)

@@ -1,0 +1,215 @@
+"""The commands' side of `unisono warm`: hands `unisono run` to a process that has already imported its modules.
+
+That process forks, and its child becomes the command: with this one's arguments, environment, directory, umask, signals
+and standard streams. What was imported is shared; nothing else is, as each command has a fork of its own. The original
+process stays, passes signals on, and ends as its stand-in does; if it is killed, so is the stand-in.
+
+A fork is as good as a fresh start only if the two would have begun alike. So everything that an import may have
+depended on is compared, and the command starts by itself, with a line that says why, where there is a difference.
+
+Invariant: both sides are of one user. The socket is in a directory that only this user can enter, and each side asks
+the system who the other is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from unisono.launch.starting import wire
+
+_FREE = {  # of a terminal or a session: no import depends on them
+    *("_", "PWD", "OLDPWD", "SHLVL", "TERM", "COLUMNS", "LINES", "WINDOWID", "STY", "WINDOW", "TMUX", "TMUX_PANE"),
+    *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS"),
+    *("TERM_SESSION_ID", "GNOME_TERMINAL_SCREEN", "VSCODE_IPC_HOOK_CLI"),
+}
+_PASSED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGWINCH")
+_ANSWER_S = 10.0  # in which the warm process looks at its files and forks, also on a busy machine
+
+
+def socket_path() -> Path:
+    """Where the warm process of this user and this environment of Python listens."""
+    own = zlib.crc32(f"{sys.prefix}\n{sys.executable}".encode())
+    return Path(os.environ.get("TMPDIR") or "/tmp", f"unisono-warm-{os.getuid()}", f"{own:08x}")
+
+
+def check_directory(directory: Path) -> None:
+    """PermissionError: others could put a socket of theirs there."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{directory} is not a directory of yours that others cannot enter; remove it")
+
+
+def connect() -> socket.socket | None:
+    """A connection to the warm process, or None if there is none. PermissionError: it is somebody else's."""
+    path = socket_path()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        check_directory(path.parent)
+        sock.settimeout(_ANSWER_S)
+        sock.connect(str(path))
+    except (FileNotFoundError, NotADirectoryError, ConnectionError):
+        return None
+    if peer_uid(sock) != os.getuid():
+        raise PermissionError(f"{path} is listened to by another user")
+    return sock
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user of the process at the other end, according to the system."""
+    size = struct.calcsize("3i")
+    return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])
+
+
+def circumstances() -> dict[str, Any]:
+    """What a process and its imports may depend on, by name; comparable between processes of one machine."""
+    import resource
+
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {
+        **{name: value for name, value in os.environ.items() if name not in _FREE},
+        "the interpreter": (sys.executable, sys.version, __file__),
+        "an option of the interpreter": (tuple(sys.flags), sys.warnoptions, sys._xoptions),
+        "sys.path": list(sys.path),
+        "the user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
+        "the control group": _read("/proc/self/cgroup"),
+        "a namespace": [_link(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
+        "the root directory": tuple(os.stat("/"))[1:3],
+        "the set of cores": sorted(os.sched_getaffinity(0)),
+        "the priority": os.getpriority(os.PRIO_PROCESS, 0),
+        **{f"the limit {name}": resource.getrlimit(getattr(resource, name)) for name in limits},
+    }
+
+
+def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """The name of something that differs; empty if nothing does."""
+    return next((name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)), "")
+
+
+def start(code: str, modules: list[str], idle_s: float) -> int | None:
+    """Start a warm process, and wait until it has imported these modules: its pid, or None if it has ended.
+
+    Args:
+        code: what it runs; in it, "{control}" stands for the descriptor of a socket.
+        idle_s: seconds without a command, after which it ends.
+    """
+    import subprocess
+
+    from unisono.launch.starting.process_ends import interpreter_command
+
+    ours, theirs = wire.socket_pair()
+    with theirs:
+        process = subprocess.Popen(
+            interpreter_command(code.format(control=theirs.fileno())),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would start when NumPy is imported
+            start_new_session=True,
+        )
+    try:
+        # Not on its command line, which everybody can read.
+        wire.send(ours, {"circumstances": circumstances(), "modules": modules, "idle_s": idle_s})
+        wire.receive(ours)
+    except KeyboardInterrupt:
+        process.kill()
+        raise
+    except (OSError, EOFError):
+        process.wait()
+        return None
+    return process.pid
+
+
+def hand_over(arguments: list[str]) -> int | None:
+    """Let a fork of the warm process run `unisono` with these arguments, and return its exit code. None: there is no
+    warm process, or its fork would not be as good as a fresh start; in the latter case a line on stderr says why."""
+    reason = "it does not answer"
+    try:
+        sock = connect()
+        if sock is None:
+            return None
+        passed = [signum for name in _PASSED if not _is_ignored(signum := getattr(signal, name))]
+        # Blocked until there is somebody to pass them on to.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, passed)
+        try:
+            life, ours = os.pipe()  # `ours` is closed when this process ends, however it does
+            wire.send(sock, {"op": "run", **_request(arguments, before)}, (0, 1, 2, life))
+            os.close(life)
+            answer, fds = wire.receive(sock)
+            if not (reason := answer["cold"]):
+                for signum in passed:
+                    signal.signal(signum, lambda each, _: _pass_on(fds[0], each))
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                return _end_as(sock, fds[0])
+            os.close(ours)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    except PermissionError as error:
+        reason = str(error)
+    except (OSError, EOFError):
+        pass
+    print(f"unisono {arguments[0]}: a fresh start, not one from `unisono warm`: {reason}", file=sys.stderr)
+    return None
+
+
+def _request(arguments: list[str], blocked: set[Any]) -> dict[str, Any]:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return {
+        "arguments": arguments,
+        "environ": dict(os.environ),
+        "directory": os.getcwd(),
+        "umask": mask,
+        "ignored": [int(each) for each in signal.valid_signals() if _is_ignored(each)],
+        "blocked": [int(each) for each in blocked],
+        "circumstances": circumstances(),
+    }
+
+
+def _pass_on(stand_in: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(stand_in, signum)
+
+
+def _end_as(sock: socket.socket, stand_in: int) -> int:
+    """Wait until the stand-in, given by its pidfd, has ended, and end as it did."""
+    sock.settimeout(None)
+    try:
+        status = wire.receive(sock)[0]["status"]
+    except (OSError, EOFError):
+        select.select([stand_in], [], [])
+        print("unisono: the process of `unisono warm` was killed, and with it the exit code lost", file=sys.stderr)
+        return 1
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _is_ignored(signum: int) -> bool:
+    # Python ignores these two in each of its processes.
+    return signum not in (signal.SIGPIPE, signal.SIGXFSZ) and signal.getsignal(signum) == signal.SIG_IGN
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
