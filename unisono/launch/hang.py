@@ -17,7 +17,9 @@ from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.errors import WorkerHungError
+from unisono.comm.noted_calls import find_mismatch
+from unisono.comm.operations import mismatch_error
+from unisono.errors import CollectiveMismatchError, WorkerHungError
 from unisono.launch.group_outcome import Worker
 from unisono.launch.job import Job
 from unisono.launch.reports import Pulse
@@ -105,16 +107,26 @@ class StackCollection:
         self._sizes: dict[int, int] = {}  # the previous sizes of the ranks' stack files
         self._stacks: dict[int, str] | None = None  # of this machine's ranks, while waiting for those of the others
         self._reports: dict[int, MachineReport] = {}  # the last of each other machine
-        self._reported: dict[int, tuple[int, str]] = {}  # what the other machines last got about this machine's ranks
+        self._mismatch: CollectiveMismatchError | None = None
+        self._reported: dict[int, Pulse] = {}  # what the other machines last got about this machine's ranks
 
     def due(self) -> float | None:
         """When to call `examine`, unless something happens before."""
+        if self._mismatch is not None:
+            return 0.0
         return self._watch.deadline() if self._due is None else self._due
 
     def hear_pulse(self, rank: int, pulse: Pulse, now: float) -> None:
         """Record the pulse of a rank of this machine."""
         self._watch.hear(rank, pulse, now)
         self._report_progress()
+        self._compare_calls()
+
+    def _compare_calls(self) -> None:
+        """Compare what ranks that stand still have called last."""
+        actions, places = find_mismatch({rank: pulse.calls for rank, pulse in self._watch.pulses.items()})
+        if actions:
+            self._mismatch = mismatch_error(actions, places)
 
     def forget(self, rank: int, now: float, has_returned: bool = False) -> None:
         """Record that a rank of this machine has ended."""
@@ -123,7 +135,7 @@ class StackCollection:
 
     def _report_progress(self) -> None:
         """Report the progress of this machine's ranks to the others; it invalidates stacks collected before."""
-        pulses = {rank: (its.progress, its.doing) for rank, its in self._watch.pulses.items() if rank in self._here}
+        pulses = {rank: pulse for rank, pulse in self._watch.pulses.items() if rank in self._here}
         if self._others is not None and pulses != self._reported:
             self._reported, self._stacks = pulses, None
             returned = [rank for rank in self._watch.returned if rank in self._here]
@@ -133,17 +145,20 @@ class StackCollection:
         """Handle another machine's report: the progress of its ranks, or their stacks."""
         before = self._reports.get(report.machine)
         self._reports[report.machine] = report
-        for rank, (progress, doing) in report.pulses.items():
-            self._watch.hear(rank, Pulse(progress, doing), now)
+        for rank, pulse in report.pulses.items():
+            self._watch.hear(rank, pulse, now)
+        self._compare_calls()
         for rank in (before.pulses.keys() if before is not None else set()) - report.pulses.keys():
             self._watch.forget(rank, now)
         self._watch.returned.update(report.returned)
         if self._stacks is not None and self._is_answered():
             self._due = now
 
-    def examine(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
+    def examine(self, now: float, running: Sequence[Worker]) -> WorkerHungError | CollectiveMismatchError | None:
         """Request the stacks of `running`, which have not ended; on a later call, unless a rank has moved, return the
-        error that names the late ranks."""
+        error that names the late ranks. At once, if what ranks have called differs."""
+        if self._mismatch is not None:
+            return self._mismatch
         paths = {worker.rank: stacks_path(self._directory, worker.rank) for worker in running}
         if self._due is None:
             self._due, self._latest = now + _STACKS_S, now + _LATE_S

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from unisono.comm.noted_calls import NotedCall, last_calls
 from unisono.world import World
 
 _HEADER = struct.Struct("!BQ")  # a message's kind, the length of its data
@@ -37,11 +38,17 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Pulse:
-    """A worker's progress report: a number that increases with every collective, batch and step; the collective it
-    is in."""
+    """A worker's progress report.
+
+    Attributes:
+        progress: increases with every collective, batch and step.
+        doing: the collective it is in.
+        calls: while it stands still, what its program has called last on groups of torch.
+    """
 
     progress: int
     doing: str = ""
+    calls: tuple[NotedCall, ...] = ()
 
 
 class Reporter:
@@ -127,7 +134,9 @@ def _send_pulses(
     # The first one at once: until then, the supervisor does not count this rank.
     while True:
         counted = count_of(world, "batches") + count_of(world, "steps")
-        pulse = Pulse(counted + getattr(world.comm, "progress", 0), getattr(world.comm, "current", None) or "")
+        progress = counted + getattr(world.comm, "progress", 0)
+        calls = last_calls() if reported is not None and reported.progress == progress else ()
+        pulse = Pulse(progress, getattr(world.comm, "current", None) or "", calls)
         if pulse != reported:
             reporter.send(Kind.PULSE, pickle.dumps(pulse))
             reported = pulse

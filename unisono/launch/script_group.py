@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.backends import family_names
 from unisono.comm.group_counts import count_group, forget_group
+from unisono.comm.noted_calls import forget_calls, note_calls
 from unisono.comm.operations import HOST
 from unisono.comm.sealing import check_members
 from unisono.comm.shared_memory.process_group import NAME, SharedMemoryGroup
@@ -52,6 +53,7 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
     free_reducers_before_groups()
     accept_device_ids(say)
     keep_package_out_of_graphs()  # as gloo's are, which are no Python
+    note_calls()
     count_group(dist.group.WORLD)
     names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what groups are called for scripts
     shares_memory = isinstance(dist.group.WORLD, SharedMemoryGroup)  # which ranks of several machines do not
@@ -193,6 +195,7 @@ def _create_counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _destroy_counted(original: Callable[..., None], group: Any = None) -> None:
     forget_group(group)
+    forget_calls(group)
     original(group)
 
 

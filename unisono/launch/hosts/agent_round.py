@@ -14,6 +14,7 @@ from typing import Any
 
 from unisono.comm.sealing import UnsignedError
 from unisono.errors import StoppedError, UnisonoError
+from unisono.launch.reports import Pulse
 from unisono.outcome import Outcome, first_cause
 
 _SILENCE_S = 3.0  # several beats: a machine that has been silent for so long explains why its peers failed
@@ -27,7 +28,7 @@ class MachineReport:
     Attributes:
         machine, host: its number in this round, and its host name.
         beats: how many times it has reported; it changes even if nothing else does.
-        pulses: for each of its ranks that has not ended, its progress and its current collective.
+        pulses: that of each of its ranks that has not ended.
         stacks: where its own ranks are, once none of all ranks has moved for too long.
         verdict: why its part of the group has failed, an `Outcome` as bytes.
     """
@@ -35,7 +36,7 @@ class MachineReport:
     machine: int
     host: str = field(default_factory=platform.node)
     beats: int = 0
-    pulses: dict[int, tuple[int, str]] = field(default_factory=dict)
+    pulses: dict[int, Pulse] = field(default_factory=dict)
     returned: Sequence[int] = ()
     stacks: dict[int, str] = field(default_factory=dict)
     verdict: bytes = b""
