@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | test-xla | test-newest | test-toy | test-engines | test-programs | soak | gpu-check | check | docs | package | bench
+# make demo | test | test-slow | test-all | test-xla | test-newest | test-toy | test-engines | test-programs | soak | gpu-check | check | docs | package | bench | changes | release
 # Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9;
 # for test-newest into .venv-newest, and for test-programs into .venv-programs, as pip finds it.
 
@@ -24,7 +24,7 @@ NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no
 PROGRAMS := .venv-programs
 PROGRAMS_PIP := $(PROGRAMS)/bin/pip --disable-pip-version-check install --quiet --no-compile
 
-.PHONY: demo test test-slow test-all test-xla test-newest test-toy test-engines test-programs soak gpu-check check docs package bench clean
+.PHONY: demo test test-slow test-all test-xla test-newest test-toy test-engines test-programs soak gpu-check check docs package bench changes release clean
 
 # The last line is the hash of the weights, the same for DEVICES=1, 2, 3 and 4.
 DEVICES ?= 2
@@ -97,6 +97,14 @@ bench: $(VENV)/.bench
 	if test -x $(XLA)/bin/python; then \
 	    PJRT_DEVICE=CPU $(XLA)/bin/python bench/run.py $(BENCH) --device xla -o bench/results/xla.json; fi
 	$(BIN)/python docs/generate/performance.py
+
+# The next section of CHANGELOG.md, from the fragments in changes/.
+changes: $(VENV)/.check
+	$(BIN)/towncrier build --draft
+
+# `make release VERSION=0.2.0`: checks, builds, and tags; nothing is uploaded.
+release: $(VENV)/.test $(VENV)/.check $(VENV)/.docs $(VENV)/.package
+	.ci/release $(VERSION)
 
 clean:
 	rm -rf $(VENV) $(XLA) $(NEWEST) $(PROGRAMS) build dist out *.egg-info
