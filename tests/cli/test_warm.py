@@ -86,7 +86,8 @@ class Place:
             return process.returncode, output, errors
 
     def warm(self, *arguments: str) -> psutil.Process:
-        code, output, errors = self.run("warm", "--preload", "beside", *arguments)
+        preload = () if "--preload" in arguments else ("--preload", "beside")
+        code, output, errors = self.run("warm", *preload, *arguments)
         assert code == 0, errors
         found = re.search(r"from process (\d+)", output)
         assert found, output
@@ -285,6 +286,18 @@ def test_a_changed_file_ends_the_warm_process(own):
     warm.wait(PATIENCE_S)
 
 
+@pytest.mark.slow
+def test_a_library_whose_allocator_has_a_thread_of_its_own_is_imported_once(own):
+    pytest.importorskip("pyarrow")  # which pandas, datasets and trl import
+    own.warm("--preload", "pyarrow")
+    (own.directory / "counts.py").write_text(
+        "import pyarrow as pa, pyarrow.compute as pc\nprint(pc.sum(pa.array(range(100_000))).as_py())\n"
+    )
+    code, output, errors = own.run("run", "-n", "2", "--backend", "cpu", "counts.py")
+    assert code == 0, errors
+    assert output.count("4999950000") == 2
+
+
 def test_it_ends_when_it_has_been_idle(own):
     own.warm("--for", "0.2s").wait(PATIENCE_S)
     assert own.run("warm", "--stop")[1] == "unisono warm: there was none\n"
@@ -330,7 +343,7 @@ def test_another_user_is_not_served(shared):
     ("arguments", "code", "message"),
     [
         (["--preload", "nowhere"], 2, "there is no module nowhere in the import path"),
-        (["--preload", "starts"], 1, "the import of starts starts threads, which a fork does not have"),
+        (["--preload", "starts"], 1, "the import of starts starts threads (unisono-warm)"),
         (["--preload", "breaks"], 1, "ZeroDivisionError"),
         (["--for", "soon"], 2, "'soon' is not a time such as 90s, 30m or 2h"),
     ],

@@ -86,6 +86,18 @@ def name_process(name: str) -> None:
     _process_control(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
 
 
+def native_threads() -> set[str]:
+    """The threads of this process that a fork would miss, as "number name"; also those of native libraries, which
+    `threading` does not know. Empty except on Linux."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/comm") as name:
+                found.add(f"{task} {name.read().strip()}")
+    # jemalloc, of pyarrow for one, starts its own again in a fork.
+    return {each for each in found if not each.endswith(" jemalloc_bg_thd")}
+
+
 def kill_session(pid: int, signum: int) -> None:
     """Send a signal to the process group that the worker leads: itself and its loader workers."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

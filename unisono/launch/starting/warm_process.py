@@ -25,12 +25,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-import psutil
 import torch
 
 from unisono.backends import CPU, get_backend
 from unisono.launch.starting import wire
-from unisono.launch.starting.process_ends import name_process
+from unisono.launch.starting.process_ends import name_process, native_threads
 from unisono.launch.starting.warm_start import check_directory, difference, peer_uid, socket_path
 from unisono.launch.starting.zygote import import_for_optimizers
 
@@ -230,10 +229,11 @@ def main(control_fd: int, run_command: RunCommand) -> NoReturn:
     wanted, _ = wire.receive(control)
     gc.disable()  # no import leaves cycles that are worth a collection
     for name in (*_OWN, *wanted["modules"]):
-        threads = psutil.Process().num_threads()
+        before = native_threads()
         importlib.import_module(name)
-        if psutil.Process().num_threads() > threads:
-            sys.exit(f"unisono warm: the import of {name} starts threads, which a fork does not have; leave it out")
+        if started := native_threads() - before:
+            names = ", ".join(sorted({each.partition(" ")[2] for each in started}))
+            sys.exit(f"unisono warm: the import of {name} starts threads ({names}), which forks lack; leave it out")
     import_for_optimizers()
     get_backend(CPU).preload()
     process = WarmProcess(wanted["circumstances"], wanted["idle_s"])

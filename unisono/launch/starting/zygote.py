@@ -58,6 +58,7 @@ from unisono.launch.starting.process_ends import (
     kill_session,
     kill_trees,
     name_process,
+    native_threads,
     reap_children,
 )
 from unisono.torch_private import COMPILER_MODULE
@@ -143,14 +144,13 @@ class Zygote:
             self.working.join()
         self.is_frozen = False  # the next fork freezes the new objects, too
         for name in modules:
-            # Counted by the system: `threading` does not know the threads of native libraries.
-            threads = psutil.Process().num_threads()
+            before = native_threads()
             try:
                 importlib.import_module(name)
             except BaseException:
                 print(f"preload: the import of {name} failed; workers try it again:", file=sys.stderr)
                 traceback.print_exc()
-            if psutil.Process().num_threads() > threads:
+            if native_threads() - before:
                 print(
                     f"preload: the import of {name} started threads, which forked workers do not have; let the workers "
                     "import it themselves",
