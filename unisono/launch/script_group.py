@@ -55,43 +55,79 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
     keep_package_out_of_graphs()  # as gloo's are, which are no Python
     note_calls()
     count_group(dist.group.WORLD)
-    names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what groups are called for scripts
-    shares_memory = isinstance(dist.group.WORLD, SharedMemoryGroup)  # which ranks of several machines do not
-    # Weak: a reference would keep the group alive after the script has destroyed it.
-    ours = weakref.ref(dist.group.WORLD)
-    store = default_store()
-    process, rank, world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
-    backend = dist.get_backend_config()
-    numbers, inherited = itertools.count(1), []
+    groups = _ScriptGroups(say)
+    create = {name: functools.partial(_create_counted, made) for name in _CREATE if (made := getattr(dist, name, None))}
+    replace_functions(
+        **create,
+        get_backend=functools.partial(_called, dist.get_backend, groups.names),
+        destroy_process_group=functools.partial(_destroy_counted, dist.destroy_process_group),
+        init_process_group=initialising(groups.initialise),
+    )
 
-    def initialise(original: Callable[..., None], asked: dict[str, Any]) -> None:
+
+class _ScriptGroups:
+    """What a script gets for `init_process_group`, in a process that has joined its world.
+
+    Attributes:
+        names: what groups of ours are called for scripts.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.names: dict[str, Any] = {NAME: dist.Backend.GLOO}
+        self._say = say
+        # What several machines have does not.
+        self._shares_memory = isinstance(dist.group.WORLD, SharedMemoryGroup)
+        # Weak: a reference would keep the group alive after the script has destroyed it.
+        self._ours = weakref.ref(dist.group.WORLD)
+        self._store, self._backend = default_store(), dist.get_backend_config()
+        self._process, self._rank, self._world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
+        self._numbers = itertools.count(1)
+        self._inherited: list[Any] = []  # a fork's copies: to end one would end its parent's, or wait
+
+    def initialise(self, original: Callable[..., None], asked: dict[str, Any]) -> None:
+        """Initialise what the script asks for: our group, one of its own in the announced world, or another world."""
         is_of_family = asked.get("backend") in family_names()
         is_announced = asked.get("store") is None and (is_of_family or asked.get("init_method") in _OURS)
-        if os.getpid() != process or (is_announced and _asked(asked, "world_size", world_size) != world_size):
-            # Another world, which is torch's alone.
-            if dist.is_initialized() and dist.group.WORLD is ours():
-                if os.getpid() != process:
-                    inherited.append(dist.group.WORLD)  # a fork's copy: to end it would end its parent's, or wait
-                    dist.GroupMember.WORLD = None
-                else:
-                    dist.destroy_process_group()
+        is_other = is_announced and _asked(asked, "world_size", self._world_size) != self._world_size
+        if os.getpid() != self._process or is_other:
+            self._leave_for_another()
             original(**asked)
-            count_group(dist.group.WORLD)
+        elif is_of_family and dist.is_initialized():
             return
+        else:
+            self._begin(original, asked, is_of_family, is_announced)
+        count_group(dist.group.WORLD)
+
+    def _leave_for_another(self) -> None:
+        """Make room for a world that is torch's alone."""
+        if self._is_ours():
+            if os.getpid() != self._process:
+                self._inherited.append(dist.group.WORLD)
+                dist.GroupMember.WORLD = None
+            else:
+                dist.destroy_process_group()
+
+    def _is_ours(self) -> bool:
+        return dist.is_initialized() and dist.group.WORLD is self._ours()
+
+    def _begin(
+        self, original: Callable[..., None], asked: dict[str, Any], is_of_family: bool, is_announced: bool
+    ) -> None:
         if is_of_family:
-            if dist.is_initialized():
-                return
-            asked |= {"backend": backend, "init_method": None}
+            asked |= {"backend": self._backend, "init_method": None}
         elif (
-            backend == f"{HOST.type}:{NAME}" and (asked.get("backend") is None or shares_memory) and _is_of_gloo(asked)
+            self._backend == f"{HOST.type}:{NAME}"
+            and (asked.get("backend") is None or self._shares_memory)
+            and _is_of_gloo(asked)
         ):
-            names[NAME] = dist.Backend(asked.get("backend") or dist.Backend.GLOO)
+            self.names[NAME] = dist.Backend(asked.get("backend") or dist.Backend.GLOO)
             asked["backend"] = NAME
         if is_announced:
             # A group that was destroyed has left its addresses in the store.
-            asked["store"] = dist.PrefixStore(f"unisono/group/{next(numbers)}", store)  # type: ignore[attr-defined]
-            asked |= {"init_method": None, "rank": _asked(asked, "rank", rank), "world_size": world_size}
-        if dist.is_initialized() and dist.group.WORLD is ours():
+            prefix = f"unisono/group/{next(self._numbers)}"
+            asked["store"] = dist.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
+            asked |= {"init_method": None, "rank": _asked(asked, "rank", self._rank), "world_size": self._world_size}
+        if self._is_ours():
             dist.destroy_process_group()
         original(**asked)
         if is_announced:  # wait for all: one that ends its group early would close connections that a peer opens
@@ -100,16 +136,7 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
             asked["store"].wait(["all_begun"])
             _check(dist.group.WORLD)
         if isinstance(dist.group.WORLD, SharedMemoryGroup) and dist.get_rank() == 0 and dist.get_world_size() > 1:
-            say(_IN_SHARED_MEMORY)
-        count_group(dist.group.WORLD)
-
-    create = {name: functools.partial(_create_counted, made) for name in _CREATE if (made := getattr(dist, name, None))}
-    replace_functions(
-        **create,
-        get_backend=functools.partial(_called, dist.get_backend, names),
-        destroy_process_group=functools.partial(_destroy_counted, dist.destroy_process_group),
-        init_process_group=initialising(initialise),
-    )
+            self._say(_IN_SHARED_MEMORY)
 
 
 def _asked(asked: Mapping[str, Any], name: str, own: int) -> int:
