@@ -25,6 +25,7 @@ from unisono.loaders.sources import State
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.randomness import seeded
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming, Track
+from unisono.tree import measured
 from unisono.virtual_ranks import WITNESS, seed_behind
 from unisono.world import World
 
@@ -152,7 +153,8 @@ class DeviceIterator:
         progress = lane.progress
         progress.position, progress.claim = delivery.position, claim
         progress.rounds += 1
-        made = self._deliveries.add(received, delivery.batch, *claim)
+        found, nbytes = measured(delivery.batch)
+        made = self._deliveries.add(received, found, *claim)
         if delivery.draw is not None:
             made.draw = delivery.draw
             received.seeding = delivery.draw.seed_batch
@@ -161,7 +163,7 @@ class DeviceIterator:
         counts["samples"] += claim.samples
         counts["batches"] += 1
         counts["repeated"] += claim.repeated
-        counts["bytes"] += delivery.nbytes
+        counts["bytes"] += nbytes
         counts["queued"] += queued
         trains = torch.is_grad_enabled()
         track.switch(COMPUTE if trains else EVALUATE)

@@ -6,7 +6,8 @@ shares a tensor holds one of the locks that these need, for example a replica th
 
 So each worker renews the locks that it can reach, acquires the others once, and reports to its parent. One that does
 not report is killed, and forked again: it must not hold the lock of a queue by then, which its successor needs, so it
-begins to work only when the parent has answered. One thread at a time starts workers.
+begins to work only when the parent has answered. The parent forks all of a pass before it awaits the first report. One
+thread at a time starts workers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import select
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing import context
 from typing import Any
 
@@ -35,9 +37,8 @@ _RENEW = "_at_fork_reinit"  # of locks, as Python's own modules call it
 _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
 _Context: Any = getattr(context, "ForkContext", object)
 
-one_at_a_time = threading.Lock()
-"""Held while loader workers start: those of another thread would inherit half-made pipes."""
-
+_one_at_a_time = threading.Lock()  # those of another thread would inherit half-made pipes
+_started: dict[Any, dict[str, Any]] = {}  # the workers of the `starting` block, with what they run, which they forget
 
 _forking: set[int] = set()  # the thread that forks a worker, if one does
 
@@ -54,21 +55,14 @@ if hasattr(os, "register_at_fork"):  # Windows has none
 
 
 class LoaderWorker(_Process):  # type: ignore[misc]
-    """A forked process whose start returns once the process has acquired the locks that it needs."""
+    """A forked process that begins, at the end of the `starting` block, once it has acquired the locks that it needs."""
 
     _line: tuple[socket.socket, socket.socket]  # the parent's end, and its own, for its report and the answer
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
-        for patience_s in PATIENCE_S:
-            popen = _fork_in_time(process, patience_s)
-            if popen is not None:
-                return popen
-        raise RuntimeError(
-            f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread held a "
-            "lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw or print "
-            "continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
-        )
+        _started[process] = {name: getattr(process, name) for name in ("_target", "_args", "_kwargs")}
+        return _fork(process)
 
     def run(self) -> None:
         """Renew or acquire each lock that is needed before the user's code runs, report, and begin."""
@@ -85,8 +79,9 @@ class LoaderWorker(_Process):  # type: ignore[misc]
         for stream in (sys.stdout, sys.stderr, *logs):
             if not getattr(stream, "closed", True):
                 stream.flush()  # acquires the stream's lock, which a thread that printed or logged may have held
-        parents, own = self._line
-        parents.close()  # or the parent's death would not end the wait for its answer
+        own = self._line[1]
+        for each in (self, *_started):
+            each._line[0].close()  # or the parent's death would not end the wait for its answer
         answer = b""
         with own, contextlib.suppress(OSError):  # the parent has died
             own.send(b".")
@@ -96,7 +91,7 @@ class LoaderWorker(_Process):  # type: ignore[misc]
 
 
 class Context(_Context):  # type: ignore[misc]
-    """multiprocessing's "fork" context, with processes that report before their start returns."""
+    """multiprocessing's "fork" context, with processes that report before they begin."""
 
     Process = LoaderWorker
 
@@ -109,31 +104,62 @@ def context_of(given: Any) -> Any:
     return Context() if method == "fork" else given
 
 
-def _fork_in_time(process: Any, patience_s: float) -> Any:
-    """Return the process's Popen once it has reported or died; if it is stuck, kill it and return None."""
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """In this block, loader workers are forked; at its end all have begun, or, after an error, have ended.
+
+    Raises:
+        RuntimeError: one was stuck each time that it was forked.
+    """
+    with _one_at_a_time:
+        try:
+            yield
+            for process in _started:
+                _await(process)
+        except BaseException:
+            for process in _started:
+                process.kill()
+                process.join()
+            raise
+        finally:
+            for process in _started:
+                process._line[0].close()
+            _started.clear()
+
+
+def _fork(process: Any) -> Any:
+    """Fork the process; return its Popen."""
     from multiprocessing.popen_fork import Popen  # here: Windows has none
 
-    own, workers = process._line = socket.socketpair()
-    popen: Any = None
+    process._line = socket.socketpair()
     try:
-        try:
-            _forking.add(threading.get_ident())
-            popen = Popen(process)
-        finally:
-            _forking.clear()
-            # Before the wait, so that the death of the worker, which holds the other copy, ends the wait, too.
-            workers.close()
+        _forking.add(threading.get_ident())
+        return Popen(process)
+    finally:
+        _forking.clear()
+        process._line[1].close()  # so that the worker's death, which holds the other copy, ends the wait for its report
+
+
+def _await(process: Any) -> None:
+    """Let the process begin once it has reported, or died; if it is stuck, kill it, and fork it again."""
+    for attempt, patience_s in enumerate(PATIENCE_S):
+        if attempt:
+            process._popen.kill()
+            process._popen.wait()
+            process._line[0].close()
+            vars(process).update(_started[process])
+            process._popen = popen = _fork(process)
+            process._sentinel = popen.sentinel
+            for name in _started[process]:
+                delattr(process, name)
         waiting = select.poll()  # `select.select` refuses descriptors from 1,024 on
-        waiting.register(own, select.POLLIN)
+        waiting.register(own := process._line[0], select.POLLIN)
         if waiting.poll(1000 * patience_s):
             with contextlib.suppress(OSError):  # it has died
                 own.send(own.recv(1))
-            # Cleared, so that `finally` does not kill it.
-            popen, begun = None, popen
-            return begun
-        return None
-    finally:
-        if popen is not None:
-            popen.kill()
-            popen.wait()
-        own.close()
+            return
+    raise RuntimeError(
+        f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread held a "
+        "lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw or print "
+        "continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
+    )

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from unisono.comm.operations import HOST
 from unisono.errors import describe_exit
-from unisono.loaders.forked_workers import context_of, one_at_a_time
+from unisono.loaders.forked_workers import context_of, starting
 from unisono.loaders.packing import explain, is_tight, why_full
 from unisono.outcome import chain_of
 from unisono.randomness import notice_who_asks
@@ -109,11 +109,11 @@ class WorkerPool:
             loader.sampler.requests = requests
         # The user's default device, from whose generator torch would draw, is not the workers' either. Not without
         # need: a worker that is forked in a device's context is slower.
-        with one_at_a_time, nullcontext() if torch.get_default_device() == HOST else HOST:
+        with starting(), nullcontext() if torch.get_default_device() == HOST else HOST:
             values = iter(loader)
+            _look_often(values, wait)
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive
-        _look_often(values, wait)
         keep = partial(self._idle.append, loader) if self._is_persistent else None
         return Served(values, wait, self._copies, keep, skips)
 
