@@ -6,8 +6,8 @@ shares a tensor holds one of the locks that these need, for example a replica th
 
 So each worker renews the locks that it can reach, acquires the others once, and reports to its parent. One that does
 not report is killed, and forked again: it must not hold the lock of a queue by then, which its successor needs, so it
-begins to work only when the parent has answered. The parent forks all of a pass before it awaits the first report. One
-thread at a time starts workers.
+begins to work only when the parent has answered. The parent awaits reports when it has forked all of a pass. One thread
+at a time starts workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
 _Context: Any = getattr(context, "ForkContext", object)
 
 _one_at_a_time = threading.Lock()  # those of another thread would inherit half-made pipes
-_started: dict[Any, dict[str, Any]] = {}  # the workers of the `starting` block, with what they run, which they forget
+_awaited: dict[Any, dict[str, Any]] = {}  # forked workers that have not begun yet, with what they run
 
 _forking: set[int] = set()  # the thread that forks a worker, if one does
 
@@ -61,8 +61,11 @@ class LoaderWorker(_Process):  # type: ignore[misc]
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
-        _started[process] = {name: getattr(process, name) for name in ("_target", "_args", "_kwargs")}
-        return _fork(process)
+        popen = _fork(process)
+        for each in [*_awaited]:
+            _answer(each, 0)  # those that have reported meanwhile
+        _awaited[process] = {name: getattr(process, name) for name in ("_target", "_args", "_kwargs")}
+        return popen
 
     def run(self) -> None:
         """Renew or acquire each lock that is needed before the user's code runs, report, and begin."""
@@ -80,7 +83,7 @@ class LoaderWorker(_Process):  # type: ignore[misc]
             if not getattr(stream, "closed", True):
                 stream.flush()  # acquires the stream's lock, which a thread that printed or logged may have held
         own = self._line[1]
-        for each in (self, *_started):
+        for each in (self, *_awaited):
             each._line[0].close()  # or the parent's death would not end the wait for its answer
         answer = b""
         with own, contextlib.suppress(OSError):  # the parent has died
@@ -114,17 +117,14 @@ def starting() -> Iterator[None]:
     with _one_at_a_time:
         try:
             yield
-            for process in _started:
+            for process in [*_awaited]:
                 _await(process)
-        except BaseException:
-            for process in _started:
+        finally:
+            for process in _awaited:  # after an error
                 process.kill()
                 process.join()
-            raise
-        finally:
-            for process in _started:
                 process._line[0].close()
-            _started.clear()
+            _awaited.clear()
 
 
 def _fork(process: Any) -> Any:
@@ -140,23 +140,33 @@ def _fork(process: Any) -> Any:
         process._line[1].close()  # so that the worker's death, which holds the other copy, ends the wait for its report
 
 
+def _answer(process: Any, patience_s: float) -> bool:
+    """Let the process begin if it has reported, or died, within the time; return whether."""
+    own = process._line[0]
+    waiting = select.poll()  # `select.select` refuses descriptors from 1,024 on
+    waiting.register(own, select.POLLIN)
+    if not waiting.poll(1000 * patience_s):
+        return False
+    with own, contextlib.suppress(OSError):  # it has died
+        own.send(own.recv(1))
+    del _awaited[process]
+    return True
+
+
 def _await(process: Any) -> None:
-    """Let the process begin once it has reported, or died; if it is stuck, kill it, and fork it again."""
+    """Await the report of the process; if it is stuck, kill it, and fork it again."""
+    runs = _awaited[process]
     for attempt, patience_s in enumerate(PATIENCE_S):
         if attempt:
             process._popen.kill()
             process._popen.wait()
             process._line[0].close()
-            vars(process).update(_started[process])
-            process._popen = popen = _fork(process)
-            process._sentinel = popen.sentinel
-            for name in _started[process]:
+            vars(process).update(runs)  # `start` has removed it
+            process._popen = _fork(process)
+            process._sentinel = process._popen.sentinel
+            for name in runs:
                 delattr(process, name)
-        waiting = select.poll()  # `select.select` refuses descriptors from 1,024 on
-        waiting.register(own := process._line[0], select.POLLIN)
-        if waiting.poll(1000 * patience_s):
-            with contextlib.suppress(OSError):  # it has died
-                own.send(own.recv(1))
+        if _answer(process, patience_s):
             return
     raise RuntimeError(
         f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread held a "
