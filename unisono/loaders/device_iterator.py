@@ -169,7 +169,10 @@ class DeviceIterator:
         track.switch(COMPUTE if trains else EVALUATE)
         if loop.place is None and trains and lane.timeline.is_recorded:
             loop.place = self._parent.place_of(progress)
-        track.count_wait(delivery.stamps.divide(began, track.since), lane.is_direct)
+        waits = delivery.stamps.divide(began, track.since)
+        track.count_wait(waits, lane.is_direct)
+        if (tuner := self._parent.tuner) is not None:
+            tuner.note(track.since, waits.source + (waits.transfer if lane.is_direct else 0))
         return delivery.batch
 
     def _next_delivery(self, received: Loop) -> Delivery:

@@ -55,7 +55,7 @@ if hasattr(os, "register_at_fork"):  # Windows has none
 
 
 class LoaderWorker(_Process):  # type: ignore[misc]
-    """A forked process that begins, at the end of the `starting` block, once it has acquired the locks that it needs."""
+    """A forked process that begins once it has acquired the locks that it needs, at the end of the `starting` block."""
 
     _line: tuple[socket.socket, socket.socket]  # the parent's end, and its own, for its report and the answer
 

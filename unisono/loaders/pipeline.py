@@ -296,8 +296,8 @@ def transfer(lane: Lane) -> None:
 class Unthreaded:
     """The batches of one lane without threads: its loop reads and moves them, when it requests them. When a batch costs
     more than a change of thread would, and so do the loop's steps, beside which it would be read, `read_ahead` starts
-    the threads for what is left of the source. Until then it is read as it would be there: in a context of its own,
-    with gradients enabled.
+    the threads for what is left of the source; where that is given, as soon as it `has_workers`. Until then it is read
+    as it would be there: in a context of its own, with gradients enabled.
 
     *Threads:* the loop's. `close` from another one takes effect when the source has returned the round it is reading.
     """
@@ -307,12 +307,14 @@ class Unthreaded:
         lane: Lane,
         source: Iterator[list[Piece]],
         read_ahead: Callable[[Iterator[list[Piece]]], None] | None = None,
+        has_workers: Callable[[], bool] | None = None,
     ) -> None:
         self._lane = lane
         self._source = source
         self._end: BaseException | None = None
         self._context = Context()
         self._read_ahead = read_ahead
+        self._has_workers = has_workers
         self._is_ahead = False
         self._slow = 0  # rises by slow batches, falls by others: a few that were interrupted decide nothing
         self._delivered_at = 0
@@ -356,16 +358,21 @@ class Unthreaded:
         lane.sent += 1
         lane.received += 1
         moved = lane.move(batch, None, claim, position, stamps, draw)
-        is_first = not delivered_at  # whose step is still to come
-        if now - began > SWITCH_NS and (is_first or began - delivered_at > SWITCH_NS):
-            self._slow += 1
-            if self._read_ahead and (self._slow >= _FEW or (is_first and now - began > LONG_NS)):
-                source, self._source = self._source, iter(())
-                try:
-                    self._read_ahead(source)
-                    self._is_ahead = True
-                except Exception as error:  # after this batch, as an error of the source
-                    self._end = copy_error(error).with_traceback(None)
-        elif self._slow > -_MANY:
-            self._slow -= 1
+        if self._is_slow(now - began, began - delivered_at if delivered_at else None) and self._read_ahead:
+            source, self._source = self._source, iter(())
+            try:
+                self._read_ahead(source)
+                self._is_ahead = True
+            except Exception as error:  # after this batch, as an error of the source
+                self._end = copy_error(error).with_traceback(None)
         return moved
+
+    def _is_slow(self, reading: int, computing: int | None) -> bool:
+        """Whether the reader is to take over, after a batch that took so many nanoseconds, and the step before it."""
+        if self._has_workers is not None:
+            return self._has_workers()
+        if reading <= SWITCH_NS or (computing is not None and computing <= SWITCH_NS):
+            self._slow = max(self._slow - 1, -_MANY)
+            return False
+        self._slow += 1
+        return self._slow >= _FEW or (computing is None and reading > LONG_NS)

@@ -94,16 +94,22 @@ class WorkerPool:
         requests: Iterator[Any] | None = None,
         describe: Callable[[], str] = lambda: "a stream",
         skips: bool = False,
+        number: int | None = None,
     ) -> Served:
-        """Begin one pass; return the workers' values, unpacked. Workers are started here, in the calling thread.
-        `requests` ask a map-style dataset for each value; `describe` names the samples of the awaited one. If it
-        `skips`, a value that cannot be made is the failure, and the pass goes on."""
+        """Begin one pass, by the DataLoader's `num_workers`, or by another `number` of them; return the workers'
+        values, unpacked. Workers are started here, in the calling thread. `requests` ask a map-style dataset for each
+        value; `describe` names the samples of the awaited one. If it `skips`, a value that cannot be made is the
+        failure, and the pass goes on."""
         wait = _Wait(self._timeout_s, describe)
+        number = number or self._options["num_workers"]
         loader: Any = self._idle.pop() if self._idle else None
+        if loader is not None and loader.num_workers != number:
+            loader = None
         if loader is None or not _revive(loader):
             # The DataLoader draws its workers' seeds from the generator.
             asked = None if requests is None else _NextPass()
-            loader = DataLoader(**self._options, sampler=asked, generator=torch.Generator())
+            options = {**self._options, "num_workers": number}
+            loader = DataLoader(**options, sampler=asked, generator=torch.Generator())
         loader.generator.manual_seed(seed)
         if requests is not None:
             loader.sampler.requests = requests
