@@ -11,11 +11,13 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import takewhile
 from multiprocessing.connection import wait
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -25,6 +27,7 @@ from unisono.loaders.forked_workers import context_of, starting
 from unisono.loaders.packing import explain, is_tight, why_full
 from unisono.outcome import chain_of
 from unisono.randomness import notice_who_asks
+from unisono.stacks import PACKAGE, frames_of, stack_of, tell_stack_on_request
 from unisono.torch_private import (
     AWAITED_INDEX,
     LOADER_ITERATOR,
@@ -40,6 +43,7 @@ from unisono.tree import map_objects
 
 _LOOK_S = 0.25  # between two checks on the workers, while no batch arrives
 _LONG_S = 30.0  # until a wait is logged
+_SHOWN = 3  # files
 _ENDING_S = 1.0  # for a worker whose socket is closed to end
 
 logger = logging.getLogger(__name__)
@@ -78,7 +82,7 @@ class WorkerPool:
             "num_workers": loader.num_workers,
             # torch's default for batch_size=None would convert arrays to tensors.
             "collate_fn": _as_it_is,
-            "worker_init_fn": start,
+            "worker_init_fn": partial(_begin, start),
             "multiprocessing_context": context_of(loader.multiprocessing_context),
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
@@ -164,7 +168,23 @@ class _Wait:
         """The loader worker that is awaited, and its samples, in words."""
         number = getattr(values, TASK_INFO)[getattr(values, AWAITED_INDEX)][0]
         pid = getattr(values, WORKERS)[number].pid
-        return f"loader worker {number} reads {self._describe()}; `py-spy dump --pid {pid}` shows where"
+        return f"loader worker {number} (pid {pid}) reads {self._describe()}; {where_is(pid)}"
+
+
+def where_is(pid: int) -> str:
+    """Where in the user's code a loader worker is, which files it has open, and its stack, in words."""
+    files: list[str] = []
+    with suppress(psutil.Error):
+        shared = {each.path for each in psutil.Process().open_files()}
+        files = [each.path for each in psutil.Process(pid).open_files() if each.path not in shared]
+    opened = f", with {', '.join(files[-_SHOWN:])} open" if files else ""
+    frames = frames_of(stack_of(pid))
+    if not frames:
+        return f"it does not say where{opened}: `py-spy dump --pid {pid}` may show it"
+    # What is below is torch's and this package's.
+    own = [*takewhile(lambda frame: not frame.file.startswith(PACKAGE), frames)] or frames
+    place = next((each for each in own if each.is_users), own[0])
+    return f"it is in {place}{opened}; the most recent call first:\n" + "\n".join(f"  {each}" for each in own)
 
 
 class Served:
@@ -260,6 +280,11 @@ def _free(error: BaseException) -> None:
         traceback.clear_frames(each.__traceback__)
 
 
-# A function of the module, since spawned workers have to unpickle it.
+# Functions of the module, since spawned workers have to unpickle them.
+def _begin(start: Callable[[int], None], worker: int) -> None:
+    tell_stack_on_request()
+    start(worker)
+
+
 def _as_it_is(data: Any) -> Any:
     return data
