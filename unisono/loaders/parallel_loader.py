@@ -507,6 +507,11 @@ class DeviceLoader:
         return len(self._never_begun)
 
     @property
+    def tuner(self) -> Tuner | None:
+        """What finds the number of its loader workers; None without `num_workers="auto"`."""
+        return self._never_begun.tuner
+
+    @property
     def num_virtual(self) -> int | None:
         """The number of virtual ranks whose batches it delivers; None without."""
         return self._never_begun.num_virtual

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
+
+from unisono.backends.cores import usable_cores
 
 WINDOW_NS = 400_000_000
 ENOUGH = 0.02  # of its time may a loop wait for data
 _FEWEST = 4  # batches of a window
 _BUSY = 0.03  # of the machine's time that is left where its cores are used up
 _FEW_LATE = 2  # windows in a row, after which another number is tried
-_GAIN = 1.05  # by which more workers must be faster
 _CHEAP_NS = 1_000_000  # a worker's batch costs the loop's process nearly as much as to read one that takes so long
 
 logger = logging.getLogger(__name__)
@@ -103,19 +103,24 @@ class Tuner:
         self._too_few = max(number, self._too_few)
         if number == 0 and waited <= count * _CHEAP_NS:
             self._settle(0, rate, "its batches are cheaper than what a worker would cost")
-        elif self._before is not None and number > self._before[0] and rate < _GAIN * self._before[1]:
-            self._settle(*self._before, "more of them are not faster")
+        elif self._before is not None and self._is_no_faster(number, rate, *self._before):
+            self._late += 1  # another look, since something else may have held it up
+            if self._late >= _FEW_LATE:
+                self._settle(*self._before, "all cores are used" if used > 1 - _BUSY else "more of them are not faster")
         elif number + 1 >= self._enough:
             self._settle(self._enough, rate, "")
-        elif number and used > 1 - _BUSY:
-            self._settle(number, rate, "all cores are used")
         elif psutil.virtual_memory().percent > 90:
             self._settle(number, rate, "less than a tenth of the memory is left")
         else:
-            self._before = number, rate
+            self._before, self._late = (number, rate), 0
             needed = math.ceil(waited / computing if number == 0 else number * self.gain)
-            most = max(2 * number, len(os.sched_getaffinity(0)), 4)
+            most = max(2 * number, usable_cores())
             self.wanted = min(max(number + 1, needed), most, self._enough - 1)
+
+    @staticmethod
+    def _is_no_faster(number: int, rate: float, before: int, rate_before: float) -> bool:
+        """Whether workers were added that do not help: by a quarter of what they could, up to 5 %."""
+        return number > before and rate < rate_before * min(1.05, 1 + (number / max(before, 1) - 1) / 4)
 
     def _settle(self, number: int, rate: float, why: str) -> None:
         self.wanted, self._settled_at, self.why, self._late = max(number, self._fewest), rate, why, 0

@@ -113,7 +113,7 @@ class WorkerPool:
             # The DataLoader draws its workers' seeds from the generator.
             asked = None if requests is None else _NextPass()
             options = {**self._options, "num_workers": number}
-            loader = DataLoader(**options, sampler=asked, generator=torch.Generator())
+            loader = _AnyNumber(**options, sampler=asked, generator=torch.Generator())
         loader.generator.manual_seed(seed)
         if requests is not None:
             loader.sampler.requests = requests
@@ -133,6 +133,13 @@ def _revive(loader: DataLoader[Any]) -> bool:
     iterator: Any = getattr(loader, LOADER_ITERATOR)
     vars(iterator).pop(TRY_GET_DATA, None)  # that of the last pass, whose time may be over
     return all(worker.is_alive() for worker in getattr(iterator, WORKERS))
+
+
+class _AnyNumber(DataLoader[Any]):
+    """Says nothing about many workers: the user's DataLoader has, or their number was found to help."""
+
+    def check_worker_number_rationality(self) -> None:
+        pass
 
 
 class _NextPass:
