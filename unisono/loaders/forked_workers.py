@@ -38,7 +38,7 @@ _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
 _Context: Any = getattr(context, "ForkContext", object)
 
 _one_at_a_time = threading.Lock()  # those of another thread would inherit half-made pipes
-_awaited: dict[Any, dict[str, Any]] = {}  # forked workers that have not begun yet, with what they run
+_awaited: dict[Any, tuple[Any, dict[str, Any]]] = {}  # workers that have not begun yet: their Popen, and what they run
 
 _forking: set[int] = set()  # the thread that forks a worker, if one does
 
@@ -64,7 +64,7 @@ class LoaderWorker(_Process):  # type: ignore[misc]
         popen = _fork(process)
         for each in [*_awaited]:
             _answer(each, 0)  # those that have reported meanwhile
-        _awaited[process] = {name: getattr(process, name) for name in ("_target", "_args", "_kwargs")}
+        _awaited[process] = popen, {name: getattr(process, name) for name in ("_target", "_args", "_kwargs")}
         return popen
 
     def run(self) -> None:
@@ -155,15 +155,15 @@ def _answer(process: Any, patience_s: float) -> bool:
 
 def _await(process: Any) -> None:
     """Await the report of the process; if it is stuck, kill it, and fork it again."""
-    runs = _awaited[process]
+    popen, runs = _awaited[process]
     for attempt, patience_s in enumerate(PATIENCE_S):
         if attempt:
-            process._popen.kill()
-            process._popen.wait()
+            popen.kill()
+            popen.wait()
             process._line[0].close()
             vars(process).update(runs)  # `start` has removed it
-            process._popen = _fork(process)
-            process._sentinel = process._popen.sentinel
+            popen = _fork(process)
+            vars(process).update(_popen=popen, _sentinel=popen.sentinel)
             for name in runs:
                 delattr(process, name)
         if _answer(process, patience_s):
