@@ -73,6 +73,7 @@ def main() -> None:
         costs = interleave(variants, arguments.blocks, warm_up=1)
         best = min([*costs][1:], key=lambda name: median(costs[name]))
         show(f"{case}, 16 a batch, a step of 10 ms", {**costs, BEST: costs[best]}, [(AUTO, BEST), (AUTO, "0 workers")])
+        assert auto.tuner is not None
         print(f"auto has chosen {auto.tuner.describe()}; the best is {best}")
 
 

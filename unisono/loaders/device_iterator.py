@@ -22,6 +22,7 @@ from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
+from unisono.loaders.tuning import Tuner
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.randomness import seeded
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming, Track
@@ -56,12 +57,13 @@ class DeviceIterator:
         receive: Callable[[], Delivery],
         state: Callable[[], State],
         balance: Balance | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
         self._parent = parent  # its threads end with the last iterator
         self.loader: Any = parent
         self._receive = receive
         self._state = state
-        self._balance = balance
+        self._balance, self._tuner = balance, tuner
         self._deliveries = world.state.deliveries
         self._evaluations: Evaluations | None = None
         self._num_begun: Callable[[], int] | None = None
@@ -171,8 +173,8 @@ class DeviceIterator:
             loop.place = self._parent.place_of(progress)
         waits = delivery.stamps.divide(began, track.since)
         track.count_wait(waits, lane.is_direct)
-        if (tuner := self._parent.tuner) is not None:
-            tuner.note(track.since, waits.source + (waits.transfer if lane.is_direct else 0))
+        if self._tuner is not None:
+            self._tuner.note(track.since, waits.source + (waits.transfer if lane.is_direct else 0))
         return delivery.batch
 
     def _next_delivery(self, received: Loop) -> Delivery:

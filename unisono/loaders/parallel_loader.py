@@ -209,7 +209,7 @@ class ParallelLoader:
         place = names.index(name)
         lane, world = self._pipeline.lanes[place], self._loop_world(place)
         receive, state = partial(self._receive_for, place), partial(self._state_of, lane)
-        return DeviceIterator(self, lane, world, receive, state, self._balance)
+        return DeviceIterator(self, lane, world, receive, state, self._balance, self.tuner)
 
     def _receive_for(self, place: int) -> Delivery:
         # Without the lock, which each batch would pay for; `_begin_pass` checks again.
