@@ -28,7 +28,7 @@ from unisono.checkpoint.objects import meet, user_module
 from unisono.errors import NoWorldError
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import DeviceLoader, LoaderOptions, ParallelLoader
+from unisono.loaders.parallel_loader import DeviceLoader, LoaderOptions, ParallelLoader, check_num_workers
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
@@ -172,6 +172,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         # What needs no device is checked before `world_on` starts to use one.
         given = locals()
         check_arguments(given)
+        check_num_workers(num_workers)
         options = options_of(strategy)
         kind = strategy_class(options)
         self._strategy = options.name

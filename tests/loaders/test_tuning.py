@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from unisono import Accelerator, DeviceLoader
+from unisono import Accelerator, DeviceLoader, ParallelLoader
 from unisono.loaders import tuning
 from unisono.loaders.tuning import Tuner
 from unisono.report.summary import summarise
@@ -167,3 +167,7 @@ def test_other_values_and_several_devices_are_refused():
     data = DataLoader(Plain())
     with pytest.raises(ValueError, match=r"num_workers=2: pass 'auto', or leave it out; a number belongs to the Data"):
         DeviceLoader(data, num_workers=2)
+    with pytest.raises(ValueError, match="num_workers=4: pass 'auto'"):
+        Accelerator(cpu=True, num_workers=4)
+    with pytest.raises(ValueError, match="for a loop over one device, and there are 2"):
+        ParallelLoader(data, ["cpu:0", "cpu:1"], num_workers="auto")

@@ -166,11 +166,7 @@ class ParallelLoader:
         self._prepare_pass()
 
     def _tuner_of(self, given: Any) -> Tuner | None:
-        if given not in (None, "auto"):
-            raise ValueError(
-                f"num_workers={given!r}: pass 'auto', or leave it out; a number belongs to the DataLoader, and 'auto' "
-                "begins with it"
-            )
+        check_num_workers(given)
         if given is None or not isinstance(self._source, IndexedSource):
             return None
         if len(self._devices) > 1:
@@ -554,6 +550,15 @@ class DeviceLoader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next loop. Epochs advance automatically: this is for jumps."""
         self._never_begun.set_epoch(epoch)
+
+
+def check_num_workers(given: Any) -> None:
+    """ValueError if it is neither "auto" nor None."""
+    if given not in (None, "auto"):
+        raise ValueError(
+            f"num_workers={given!r}: pass 'auto', or leave it out; a number belongs to the DataLoader, and 'auto' begins "
+            "with it"
+        )
 
 
 def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOptions) -> Rule:
