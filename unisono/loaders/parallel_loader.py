@@ -556,8 +556,8 @@ def check_num_workers(given: Any) -> None:
     """ValueError if it is neither "auto" nor None."""
     if given not in (None, "auto"):
         raise ValueError(
-            f"num_workers={given!r}: pass 'auto', or leave it out; a number belongs to the DataLoader, and 'auto' begins "
-            "with it"
+            f"num_workers={given!r}: pass 'auto', or leave it out; a number belongs to the DataLoader, and 'auto' "
+            "begins with it"
         )
 
 
