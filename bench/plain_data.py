@@ -47,6 +47,17 @@ class Tensors(Numbers):
         return torch.tensor([index])
 
 
+class Arrays(Numbers):
+    """Images of 3 x 64 x 64 that are in memory."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self._held = torch.rand(64, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+    def __getitem__(self, index: int) -> Any:
+        return self._held[index % 64]
+
+
 class Images(Dataset[torch.Tensor]):
     """JPEGs of 256 x 256 noise, decoded, cut to 224 and made a tensor."""
 
@@ -78,6 +89,7 @@ def cases() -> dict[str, Callable[[], Case]]:
         "10,000 strings, 1 worker": lambda: Case(Texts(8 * many), 8, {"batch_size": many, **kept}),
         "10,000 strings, no worker": lambda: Case(Texts(8 * many), 8, {"batch_size": many}),
         "5,000 small tensors, no worker": lambda: Case(Tensors(20_000), 4, {"batch_size": 5000, "collate_fn": as_list}),
+        "images 3 x 64 x 64, 64 a batch, no worker": lambda: Case(Arrays(2560), 40, {"batch_size": 64}),
         "JPEG, 224, 64 a batch, 2 workers": lambda: Case(
             Images(640), 10, {"batch_size": 64, "num_workers": 2, "persistent_workers": True}
         ),

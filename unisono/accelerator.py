@@ -28,7 +28,7 @@ from unisono.checkpoint.objects import meet, user_module
 from unisono.errors import NoWorldError
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
+from unisono.loaders.parallel_loader import DeviceLoader, LoaderOptions, ParallelLoader, check_num_workers
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
@@ -114,6 +114,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         device_placement: move models, optimizer states and batches to the device; False moves nothing.
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets
             batches of that size. A `DeviceLoader` has a `split` of its own.
+        num_workers: "auto": DataLoaders over map-style datasets get as many loader workers as the loop needs, found
+            while it runs (docs/loading.md). None: as each DataLoader says.
         sync_batchnorm: compute BatchNorm's statistics over the global batch.
         scaler_options: for "fp16", the arguments of torch's GradScaler: `init_scale`, `growth_interval`, ...
         schedule_unit: what schedulers count: "batch", the batches of the loader as the script wrote it; "step", the
@@ -156,6 +158,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         cpu: bool = False,
         device_placement: bool = True,
         split_batches: bool = False,
+        num_workers: Literal["auto"] | None = None,
         sync_batchnorm: bool = False,
         scaler_options: Mapping[str, Any] | None = None,
         schedule_unit: Unit | None = None,
@@ -169,6 +172,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         # What needs no device is checked before `world_on` starts to use one.
         given = locals()
         check_arguments(given)
+        check_num_workers(num_workers)
         options = options_of(strategy)
         kind = strategy_class(options)
         self._strategy = options.name
@@ -210,7 +214,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         )
         self._prepared = PreparedObjects(
             builder,
-            partial(_prepared_loader, self.world, device_placement, split_batches, seed, virtual_ranks),
+            partial(_prepared_loader, self.world, device_placement, split_batches, seed, virtual_ranks, num_workers),
             schedule_unit,
         )
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
@@ -612,7 +616,9 @@ def _joined_world(family: str | None) -> World:
     return join_world(backend=family)
 
 
-def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, virtual: Any, loader: Any) -> Any:
+def _prepared_loader(
+    world: World, moves: bool, splits: bool, seed: int | None, virtual: Any, workers: Any, loader: Any
+) -> Any:
     """The loader of this rank; those of this package stay what they are."""
     if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
         count = None if virtual is None else virtual_of(virtual).count
@@ -623,6 +629,6 @@ def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, 
             )
         return loader
     device = None if moves else torch.get_default_device()
-    return DeviceLoader(
-        loader, device, split="global" if splits else "rank", seed=seed, virtual_ranks=virtual, world=world
-    )
+    options: LoaderOptions = {"seed": seed, "virtual_ranks": virtual, "num_workers": workers}
+    options["split"] = "global" if splits else "rank"
+    return DeviceLoader(loader, device, world=world, **options)

@@ -183,6 +183,8 @@ class Deliveries:
 
     def note_draw(self, loop: Loop, iterator: Any) -> None:
         """Note that a loop is about to draw a batch, or to end."""
+        with self._changing:
+            self._by_memory.sweep()  # before the batch is made: it takes the memory of those that are gone
         if self.at_draw is not None and (look := self.at_draw()) is not None:
             look(loop, iterator)
 
@@ -229,11 +231,10 @@ class Deliveries:
         """Register these tensors, and all that share their memory, as belonging to `batch`."""
         alone = [batch]  # one list for all: a batch may have thousands of tensors
         with self._changing:
-            for each in found:
-                if before := self._by_memory.note(each, alone):
-                    kept = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
-                    if kept:
-                        self._by_memory.note(each, [*kept, batch])
+            for each, before in self._by_memory.note_all(found, alone):
+                kept = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
+                if kept:
+                    self._by_memory.note(each, [*kept, batch])
 
     def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
         """Whether `batch` may still be meant, although a later one was delivered in the same memory."""
@@ -355,6 +356,7 @@ class Deliveries:
         first = next((each for each in inputs if each.ndim and not each.is_inference()), None)
         if first is None:
             return {}
+        self._computed.sweep()
         known, version = self._computed.find(first), getattr(first, VERSION)
         self._computed.note(first, (batch, version))
         return {known[0]: None} if known is not None and known[1] == version else {}

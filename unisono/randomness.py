@@ -76,6 +76,17 @@ def all_states() -> tuple[object, ...]:
 _was_asked = False
 
 
+@contextmanager
+def noticing_who_asks() -> Iterator[None]:
+    """The same in the block."""
+    ask = torch.random.initial_seed
+    notice_who_asks()
+    try:
+        yield
+    finally:
+        torch.initial_seed = torch.random.initial_seed = ask
+
+
 def notice_who_asks() -> None:
     """In a loader worker, let a `Watch` count each call of `torch.initial_seed()` as a draw from now on."""
     ask = torch.random.initial_seed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from unisono.torch_private import STORAGE_ADDRESS, free_weak_storage, is_storage
 
 T = TypeVar("T")
 
-_SWEEP_FROM = 64  # entries, before the first search for expired storages
+_SWEEP_FROM = 64  # entries, before a note itself searches for expired storages
 _STRETCHES = 1024  # of one storage: only the latest are kept
 
 
@@ -64,7 +64,7 @@ class StorageMap(Generic[T]):
         # By address. A weak reference keeps it occupied, so no other storage can be found at it. The value itself
         # stands for a tensor that fills its storage: thousands of objects would occupy the garbage collector.
         self._held: dict[int, T | _Notes[T]] = {}
-        self._sweep_at = _SWEEP_FROM
+        self._num_left = 0  # entries, after the last search for expired storages
 
     def __del__(self, free: Callable[[int], None] = free_weak_storage) -> None:
         for address in self._held:
@@ -72,15 +72,15 @@ class StorageMap(Generic[T]):
 
     def note(self, tensor: torch.Tensor, value: T) -> T | None:
         """Note a value for this tensor and for all that share its memory; returns the last one for the same bytes."""
-        if (found := _place_of(tensor)) is None:
+        if (storage := _storage_of(tensor)) is None:
             return None
-        storage, begin, end = found
         address, whole = getattr(storage, STORAGE_ADDRESS), storage.nbytes()
         held = self._held.get(address)
         if held is None:
-            if len(self._held) >= self._sweep_at:
-                self._sweep()
+            if len(self._held) >= max(_SWEEP_FROM, 2 * self._num_left):
+                self.sweep()
             weak_storage(storage)
+        begin, end = _stretch_of(tensor, whole)
         if not isinstance(held, _Notes):
             if end - begin == whole:
                 self._held[address] = value
@@ -90,38 +90,64 @@ class StorageMap(Generic[T]):
                 held.add(0, whole, before, self._is_kept)
         return held.add(begin, end, value, self._is_kept)
 
+    def note_all(self, tensors: Iterable[torch.Tensor], value: T) -> list[tuple[torch.Tensor, T]]:
+        """`note` for each of them; those that had a value, with the last one."""
+        held, known = self._held, []
+        if len(held) >= max(_SWEEP_FROM, 2 * self._num_left):
+            self.sweep()
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+                address = getattr(storage, STORAGE_ADDRESS)
+                # As nearly all are: a batch may have thousands.
+                is_new = address not in held and 0 < tensor.nbytes == storage.nbytes() and tensor.is_contiguous()
+            except (RuntimeError, NotImplementedError):
+                continue
+            if is_new:
+                weak_storage(storage)
+                held[address] = value
+            elif (before := self.note(tensor, value)) is not None:
+                known.append((tensor, before))
+        return known
+
     def find(self, tensor: torch.Tensor) -> T | None:
         """The note for this tensor; else for one that contains it; else for one that overlaps it; else None."""
-        if (found := _place_of(tensor)) is None:
+        if (storage := _storage_of(tensor)) is None:
             return None
-        storage, begin, end = found
         held = self._held.get(getattr(storage, STORAGE_ADDRESS))
-        return held.find(begin, end) if isinstance(held, _Notes) else held
+        return held.find(*_stretch_of(tensor, storage.nbytes())) if isinstance(held, _Notes) else held
 
     def __len__(self) -> int:
         """The number of storages with notes, including expired ones that were not removed yet."""
         return len(self._held)
 
-    def _sweep(self) -> None:
-        """Remove expired storages. Again when the number of entries is twice what is left."""
+    def sweep(self) -> None:
+        """Remove expired storages, unless few were noted since the last time. The earlier the better: torch's object
+        for an expired storage lies in the midst of free memory, which then serves no other batch."""
+        if 4 * len(self._held) <= 5 * self._num_left:
+            return
         expired = [*filter(is_storage_expired, self._held)]
         for address in expired:
             del self._held[address]
+        for address in expired:
             free_weak_storage(address)
-        self._sweep_at = max(_SWEEP_FROM, 2 * len(self._held))
+        self._num_left = len(self._held)
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
-    """The tensor's storage; its first byte in it, and the one after its last. None if it has no accessible memory."""
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage; None if it has no accessible memory."""
     try:
-        storage = tensor.untyped_storage()
+        return tensor.untyped_storage() if tensor.nbytes else None
     except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have none
         return None
-    nbytes, is_whole = tensor.nbytes, tensor.is_contiguous()
-    if nbytes == 0:
-        return None
-    begin = 0 if is_whole and nbytes == storage.nbytes() else int(tensor.storage_offset()) * tensor.itemsize
-    if is_whole:
-        return storage, begin, begin + nbytes
+
+
+def _stretch_of(tensor: torch.Tensor, whole: int) -> tuple[int, int]:
+    """The tensor's first byte in its storage, of so many bytes, and the one after its last."""
+    nbytes = tensor.nbytes
+    if tensor.is_contiguous():
+        begin = 0 if nbytes == whole else int(tensor.storage_offset()) * tensor.itemsize
+        return begin, begin + nbytes
+    begin = int(tensor.storage_offset()) * tensor.itemsize
     extent = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return storage, begin, begin + int(extent) * tensor.itemsize
+    return begin, begin + int(extent) * tensor.itemsize

@@ -264,6 +264,8 @@ class Timeline:
         self.last_saved = ""  # where the last checkpoint is
         self.write_digests: Callable[[dict[str, Any]], None] | None = None  # of rank zero, where a record is kept
         self.at_sample: list[Callable[[Path], None]] = []  # called with the run's directory after each line of it
+        self.tuned: dict[int, Callable[[], str]] = {}
+        """Of each loader whose loader workers are chosen while it runs: describes how many it has."""
         self._of_thread = threading.local()
 
     def loop(self) -> Track:

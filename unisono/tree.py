@@ -15,7 +15,7 @@ import dataclasses
 import numbers
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -28,7 +28,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 _PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
-_TENSOR = frozenset((torch.Tensor,))
+_TENSOR, _STRIDED = frozenset((torch.Tensor,)), frozenset((torch.strided,))
+_layout_of, _nbytes_of = operator.attrgetter("layout"), operator.attrgetter("nbytes")
 # What an object may hold and is no part of a batch.
 _CLOSED = (type, ModuleType, FunctionType, numpy.ndarray, torch.nn.Module, torch.utils.data.Dataset)
 _LOOKED_AT = 10_000  # objects: one that refers to half of the program is no batch
@@ -43,7 +44,7 @@ def map_objects(fn: Callable[[Any], Any], tree: Any) -> Any:
     """As `tree_map`, but texts and numbers stay; fast where a container holds nothing else."""
 
     def if_plain(node: Any) -> Any:
-        return node if type(node) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, node)) else None
+        return node if type(node) in (list, tuple) and are_plain(node) else None
 
     return _map(lambda leaf: leaf if type(leaf) in _PLAIN_TYPES else fn(leaf), tree, {}, if_plain)
 
@@ -67,11 +68,18 @@ def _nodes(tree: Any, is_whole: bool = False) -> list[Any]:
     return [*found.values()]
 
 
+def are_plain(nodes: Collection[Any]) -> bool:
+    """Whether all are texts or numbers."""
+    kinds = [*map(type, nodes)]
+    # Most often all are of one type, and to count it takes a fraction of looking up each.
+    return _PLAIN_TYPES.issuperset(kinds[:1] if kinds.count(kinds[0]) == len(kinds) else kinds) if kinds else True
+
+
 def _visit(node: Any, found: dict[int, Any], is_whole: bool) -> None:
     # Not a function within `_nodes`: it would be in a cycle with `found`, which would hold batches until a collection.
     if id(node) not in found and (is_whole or type(node) not in _PLAIN_TYPES):
         held = children(node) if is_container(node) else []
-        if is_whole or not _PLAIN_TYPES.issuperset(map(type, held)):
+        if is_whole or not are_plain(held):
             for child in held:
                 _visit(child, found, is_whole)
         found[id(node)] = node  # not before: a container that contains itself is a RecursionError
@@ -185,8 +193,18 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 def nbytes(tree: Any) -> int:
     """The bytes of a batch's dense tensors and arrays; a shared one counts once."""
-    held = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in objects(tree)]
-    return sum([leaf.nbytes for leaf in held if _is_dense(leaf)])
+    return measured(tree)[1]
+
+
+def measured(tree: Any) -> tuple[Sequence[torch.Tensor], int]:
+    """`tensors` and `nbytes` of a batch, which is walked through once: it may hold thousands of tensors or texts."""
+    flat = flat_tensors(tree)
+    if flat is not None and _STRIDED.issuperset(map(_layout_of, flat)):
+        held = [*flat] if len(flat) < 2 else [*{id(each): each for each in flat}.values()]
+        return held, sum(map(_nbytes_of, held))
+    every = objects(tree)
+    dense = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in every]
+    return tensors(every), sum([leaf.nbytes for leaf in dense if _is_dense(leaf)])
 
 
 def take(tree: Any, samples: slice | list[int], dim: int = 0) -> Any:

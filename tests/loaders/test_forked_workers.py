@@ -120,6 +120,17 @@ def test_a_worker_that_is_ended_just_when_it_begins_holds_no_lock_that_the_next_
     assert sorted(one_pass()) == list(range(COUNT))
 
 
+def test_all_are_forked_before_one_is_awaited(monkeypatch):
+    events = []
+    for name in ("_fork", "_await"):
+        work = getattr(forked_workers, name)
+        monkeypatch.setattr(
+            forked_workers, name, lambda process, name=name, work=work: (events.append(name), work(process))[1]
+        )
+    assert sorted(one_pass()) == list(range(COUNT))
+    assert events[:2] == ["_fork", "_fork"]
+
+
 def test_workers_are_forked_from_a_process_with_more_than_a_thousand_open_files():
     with many_open_files():
         assert sorted(one_pass()) == list(range(COUNT))

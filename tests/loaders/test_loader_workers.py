@@ -219,13 +219,14 @@ def test_two_loops_at_once_have_persistent_workers_of_their_own():
 class Blocks(Numbers):
     def __getitem__(self, index: int) -> Any:
         if index == 3:
-            threading.Event().wait()  # for ever
+            with open(__file__):
+                threading.Event().wait()  # for ever
         return super().__getitem__(index)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_warning_and_the_users_time_out_name_the_worker_and_the_samples(monkeypatch, caplog, persistent):
+def test_a_warning_and_the_users_time_out_name_worker_index_file_and_stack(monkeypatch, caplog, persistent):
     data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=6, persistent_workers=persistent)
     batches = iter(DeviceLoader(data))
     next(batches)  # for which no time is long: a worker may begin late
@@ -233,7 +234,10 @@ def test_a_warning_and_the_users_time_out_name_the_worker_and_the_samples(monkey
     with pytest.raises(RuntimeError) as told:
         list(batches)
     (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
-    words = r"loader worker 1 reads the samples with indices 2, 3; `py-spy dump --pid \d+` shows where$"
+    words = (
+        r"loader worker 1 \(pid \d+\) reads the samples with indices 2, 3; it is in __getitem__ \(\".*workers.py\", "
+        r"line \d+\), with .*workers.py open; the most recent call first:\n  wait .*\n  wait .*\n  __getitem__ [^\n]*$"
+    )
     for said in (
         (f"timed out after 6 seconds: {words}", str(told.value)),
         ("no batch has come for .*: " + words, warning),

@@ -81,7 +81,7 @@ def deliveries_of(rank: int, batches: Sequence[Any], mark: int = 7, by: Any = "w
     """What the lane of a rank with one loader worker gives: each batch with what it has read."""
     taken = itertools.accumulate(map(len, batches))
     return [
-        Delivery(batch, None, Claim(len(batch), len(batch)), Read(rank, Position(number, mark), by), 0, Stamps())
+        Delivery(batch, None, Claim(len(batch), len(batch)), Read(rank, Position(number, mark), by), Stamps())
         for number, batch in zip(taken, batches, strict=True)
     ]
 

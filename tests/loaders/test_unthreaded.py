@@ -70,6 +70,21 @@ def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own)
     assert [offset for _, offset in found] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([(2_000_000, None)], True),  # reading, and the step before it, in nanoseconds
+        ([(900_000, None), (900_000, 500_000), (900_000, 500_000)], True),
+        ([(900_000, None), *[(900_000, 50_000)] * 20], False),  # nothing to read beside
+        ([(50_000, None), *[(50_000, 9_000_000)] * 20], False),
+        ([(900_000, None), (900_000, 500_000), (50_000, 500_000), (900_000, 500_000)], False),
+    ],
+)
+def test_the_reader_takes_over_where_batches_and_steps_cost_more_than_a_thread(costs, expected):
+    loop = reading.Unthreaded(None, iter(()))
+    assert [loop._is_slow(*each) for each in costs][-1] is expected
+
+
 def test_what_surrounds_the_loop_is_not_seen_by_the_dataset():
     """Since the reader may take over at any batch."""
     name = contextvars.ContextVar("name", default="unset")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+_is_here = attrgetter("is_cpu")
 
 
 class CpuBackend(Backend):
@@ -65,10 +69,7 @@ class CpuBackend(Backend):
         return None if feature in ("process_group", "virtual_ranks") else super().unsupported_reason(feature)
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        is_here = True
-        for tensor in tensors(batch):
-            is_here = is_here and tensor.is_cpu
-        if is_here:
+        if all(map(_is_here, tensors(batch))):
             return batch, None
         # Not `to(device)`: with the index of cpu:1, that would copy a tensor that is already in the right memory.
         return map_objects(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, batch), None

@@ -43,9 +43,9 @@ from unisono.launch.starting.process_ends import kill_marked
 from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.output import WorkerOutput
-from unisono.launch.worker import TELL_STACKS
 from unisono.outcome import Outcome, first_cause, this_process
 from unisono.report.steps import StepsDone
+from unisono.stacks import TELL_STACKS
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.agent_round import MachineReport

@@ -55,9 +55,8 @@ from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.report.record import Recorder
 from unisono.report.steps import StepsDone
+from unisono.stacks import TELL_STACKS
 from unisono.world import World, set_process_world
-
-TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
 
 _MAX_SOCKET_PATH = 104  # bytes: the smallest limit of any Unix
 _NO_TERMINAL = (

@@ -22,9 +22,11 @@ from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
+from unisono.loaders.tuning import Tuner
 from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.randomness import seeded
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming, Track
+from unisono.tree import measured
 from unisono.virtual_ranks import WITNESS, seed_behind
 from unisono.world import World
 
@@ -55,12 +57,13 @@ class DeviceIterator:
         receive: Callable[[], Delivery],
         state: Callable[[], State],
         balance: Balance | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
         self._parent = parent  # its threads end with the last iterator
         self.loader: Any = parent
         self._receive = receive
         self._state = state
-        self._balance = balance
+        self._balance, self._tuner = balance, tuner
         self._deliveries = world.state.deliveries
         self._evaluations: Evaluations | None = None
         self._num_begun: Callable[[], int] | None = None
@@ -152,7 +155,8 @@ class DeviceIterator:
         progress = lane.progress
         progress.position, progress.claim = delivery.position, claim
         progress.rounds += 1
-        made = self._deliveries.add(received, delivery.batch, *claim)
+        found, nbytes = measured(delivery.batch)
+        made = self._deliveries.add(received, found, *claim)
         if delivery.draw is not None:
             made.draw = delivery.draw
             received.seeding = delivery.draw.seed_batch
@@ -161,13 +165,16 @@ class DeviceIterator:
         counts["samples"] += claim.samples
         counts["batches"] += 1
         counts["repeated"] += claim.repeated
-        counts["bytes"] += delivery.nbytes
+        counts["bytes"] += nbytes
         counts["queued"] += queued
         trains = torch.is_grad_enabled()
         track.switch(COMPUTE if trains else EVALUATE)
         if loop.place is None and trains and lane.timeline.is_recorded:
             loop.place = self._parent.place_of(progress)
-        track.count_wait(delivery.stamps.divide(began, track.since), lane.is_direct)
+        waits = delivery.stamps.divide(began, track.since)
+        track.count_wait(waits, lane.is_direct)
+        if self._tuner is not None:
+            self._tuner.note(track.since, waits.source + (waits.transfer if lane.is_direct else 0))
         return delivery.batch
 
     def _next_delivery(self, received: Loop) -> Delivery:

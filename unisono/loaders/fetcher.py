@@ -6,6 +6,7 @@ the process's random generators for each sample; in the parent the training loop
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ from unisono.loaders.made_rows import collated
 from unisono.loaders.packing import Packed
 from unisono.loaders.sharding import fingerprint
 from unisono.outcome import Outcome
-from unisono.randomness import Watch, all_states, mixed, seed_all
+from unisono.randomness import Watch, all_states, mixed, noticing_who_asks, seed_all, seeded
 
 _SHOWN = 8
+_PROBED = 4  # batches
 _latest: object = None  # the mark of the last call of any dataset's `set_epoch` in this process
 
 
@@ -48,12 +50,12 @@ class Fetcher:
     def __init__(self, loader: DataLoader[Any], dim: int = 0) -> None:
         dataset: Any = loader.dataset
         self._dataset, self._collate, self._dim = dataset, loader.collate_fn, dim
-        self._is_batched, self._has_rows = loader.batch_sampler is not None, has_rows(loader)
+        self._is_batched, self.has_rows = loader.batch_sampler is not None, has_rows(loader)
         self._fetch_many = dataset.__getitems__ if fetches_many(dataset) else None
         self._set_epoch: Any = getattr(dataset, "set_epoch", None)
         self._epoch: int | None = None
         self._epoch_mark: object = None  # the mark of this fetcher's last call of `set_epoch`
-        self._draws: bool | None = None  # whether making a batch draws from the process's generators
+        self.draws: bool | None = None  # whether making a batch draws from the process's generators
 
     def __getitem__(self, request: Request | Look) -> Packed:
         if isinstance(request, Look):
@@ -67,7 +69,7 @@ class Fetcher:
         """Make the requested batch. `is_seeded`: the process's generators are seeded for each sample (with
         `__getitems__`, each batch) from (seed, epoch, position), so that its augmentation depends on nothing else."""
         try:
-            draws = is_seeded and not self._has_rows  # which are indexed
+            draws = is_seeded and not self.has_rows  # which are indexed
             return self._make_seeded(request) if draws else self._make(request, False)
         except StopIteration as stop:
             raise RuntimeError(
@@ -93,24 +95,24 @@ class Fetcher:
         first sample shows that, or the first batch, fetched at once; a batch in which something is drawn after all is
         made again."""
         begun: list[Any] = []
-        if self._draws is None and request.indices:
+        if self.draws is None and request.indices:
             self._tell_epoch(request.epoch)
             self._seed(request, 0)
             before = all_states()
-            if self._is_batched and not self._fetch_many and not self._has_rows:
+            if self._is_batched and not self._fetch_many and not self.has_rows:
                 begun = self._samples(request, True, stop=1)
-                self._draws = all_states() != before
+                self.draws = all_states() != before
             else:
                 batch = self._make(request, True)
-                self._draws = all_states() != before
+                self.draws = all_states() != before
                 return batch
-        if not self._draws:
+        if not self.draws:
             watch = Watch(mixed(request.seed, request.start))
             # An error may come from numbers drawn without this sample's seed, so it counts only if nothing was drawn.
             made = Outcome.capture(self._make, request, False, begun)
             if not watch.is_drawn_from():
                 return made.unwrap()
-            self._draws = True
+            self.draws = True
         return self._make(request, True, begun)
 
     def _seed(self, request: Request, place: int) -> None:
@@ -122,7 +124,7 @@ class Fetcher:
             self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
         if not self._is_batched:
             return self._collate(self._samples(request, is_seeded)[0])
-        if self._has_rows:
+        if self.has_rows:
             with suppress(Exception):  # an invalid index is reported below, with its sample
                 return _rows(self._dataset, request.indices)
         if self._fetch_many:
@@ -171,6 +173,47 @@ class Fetcher:
         except Exception as error:
             error.add_note(f"in the sample with index {index!r}")
             raise
+
+
+class FetcherBeside:
+    """Makes batches in the loop's thread as a loader worker does: by seeds of their own, though the loop's generators
+    stay as they are. They are saved for the first batches of a loop, which takes longer than a cheap batch. A dataset
+    that draws gets a loader worker.
+
+    Attributes:
+        fewest: how many loader workers the dataset needs at least.
+    """
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher, self._left = fetcher, _PROBED
+        self.fewest = 0
+
+    def begin(self) -> None:
+        """A loop begins."""
+        self._left = _PROBED
+
+    def make(self, request: Request | Look) -> Any:
+        """The batch, or what is seen of it."""
+        fetcher = self._fetcher
+        if isinstance(request, Look):
+            with seeded(0):
+                return fetcher.look(request)
+        if self._left:
+            self._left -= 1
+            return self._make_seeded(request)
+        before = random.getstate(), torch.get_rng_state()
+        batch = fetcher.batch(request)
+        if random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1]):
+            return batch
+        random.setstate(before[0])
+        torch.set_rng_state(before[1])
+        return self._make_seeded(request)
+
+    def _make_seeded(self, request: Request) -> Any:
+        with seeded(0), noticing_who_asks():
+            batch = self._fetcher.batch(request, is_seeded=True)
+        self.fewest = int(self._fetcher.draws is not False and not self._fetcher.has_rows)
+        return batch
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:

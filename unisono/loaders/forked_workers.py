@@ -6,7 +6,8 @@ shares a tensor holds one of the locks that these need, for example a replica th
 
 So each worker renews the locks that it can reach, acquires the others once, and reports to its parent. One that does
 not report is killed, and forked again: it must not hold the lock of a queue by then, which its successor needs, so it
-begins to work only when the parent has answered. One thread at a time starts workers.
+begins to work only when the parent has answered. The parent awaits reports when it has forked all of a pass. One thread
+at a time starts workers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import select
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing import context
 from typing import Any
 
@@ -35,9 +37,8 @@ _RENEW = "_at_fork_reinit"  # of locks, as Python's own modules call it
 _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
 _Context: Any = getattr(context, "ForkContext", object)
 
-one_at_a_time = threading.Lock()
-"""Held while loader workers start: those of another thread would inherit half-made pipes."""
-
+_one_at_a_time = threading.Lock()  # those of another thread would inherit half-made pipes
+_awaited: dict[Any, tuple[Any, dict[str, Any]]] = {}  # workers that have not begun yet: their Popen, and what they run
 
 _forking: set[int] = set()  # the thread that forks a worker, if one does
 
@@ -54,21 +55,17 @@ if hasattr(os, "register_at_fork"):  # Windows has none
 
 
 class LoaderWorker(_Process):  # type: ignore[misc]
-    """A forked process whose start returns once the process has acquired the locks that it needs."""
+    """A forked process that begins once it has acquired the locks that it needs, at the end of the `starting` block."""
 
     _line: tuple[socket.socket, socket.socket]  # the parent's end, and its own, for its report and the answer
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
-        for patience_s in PATIENCE_S:
-            popen = _fork_in_time(process, patience_s)
-            if popen is not None:
-                return popen
-        raise RuntimeError(
-            f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread held a "
-            "lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw or print "
-            "continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
-        )
+        popen = _fork(process)
+        for each in [*_awaited]:
+            _answer(each, 0)  # those that have reported meanwhile
+        _awaited[process] = popen, {name: getattr(process, name) for name in ("_target", "_args", "_kwargs")}
+        return popen
 
     def run(self) -> None:
         """Renew or acquire each lock that is needed before the user's code runs, report, and begin."""
@@ -85,8 +82,9 @@ class LoaderWorker(_Process):  # type: ignore[misc]
         for stream in (sys.stdout, sys.stderr, *logs):
             if not getattr(stream, "closed", True):
                 stream.flush()  # acquires the stream's lock, which a thread that printed or logged may have held
-        parents, own = self._line
-        parents.close()  # or the parent's death would not end the wait for its answer
+        own = self._line[1]
+        for each in (self, *_awaited):
+            each._line[0].close()  # or the parent's death would not end the wait for its answer
         answer = b""
         with own, contextlib.suppress(OSError):  # the parent has died
             own.send(b".")
@@ -96,7 +94,7 @@ class LoaderWorker(_Process):  # type: ignore[misc]
 
 
 class Context(_Context):  # type: ignore[misc]
-    """multiprocessing's "fork" context, with processes that report before their start returns."""
+    """multiprocessing's "fork" context, with processes that report before they begin."""
 
     Process = LoaderWorker
 
@@ -109,31 +107,69 @@ def context_of(given: Any) -> Any:
     return Context() if method == "fork" else given
 
 
-def _fork_in_time(process: Any, patience_s: float) -> Any:
-    """Return the process's Popen once it has reported or died; if it is stuck, kill it and return None."""
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """In this block, loader workers are forked; at its end all have begun, or, after an error, have ended.
+
+    Raises:
+        RuntimeError: one was stuck each time that it was forked.
+    """
+    with _one_at_a_time:
+        try:
+            yield
+            for process in [*_awaited]:
+                _await(process)
+        finally:
+            for process in _awaited:  # after an error
+                process.kill()
+                process.join()
+                process._line[0].close()
+            _awaited.clear()
+
+
+def _fork(process: Any) -> Any:
+    """Fork the process; return its Popen."""
     from multiprocessing.popen_fork import Popen  # here: Windows has none
 
-    own, workers = process._line = socket.socketpair()
-    popen: Any = None
+    process._line = socket.socketpair()
     try:
-        try:
-            _forking.add(threading.get_ident())
-            popen = Popen(process)
-        finally:
-            _forking.clear()
-            # Before the wait, so that the death of the worker, which holds the other copy, ends the wait, too.
-            workers.close()
-        waiting = select.poll()  # `select.select` refuses descriptors from 1,024 on
-        waiting.register(own, select.POLLIN)
-        if waiting.poll(1000 * patience_s):
-            with contextlib.suppress(OSError):  # it has died
-                own.send(own.recv(1))
-            # Cleared, so that `finally` does not kill it.
-            popen, begun = None, popen
-            return begun
-        return None
+        _forking.add(threading.get_ident())
+        return Popen(process)
     finally:
-        if popen is not None:
+        _forking.clear()
+        process._line[1].close()  # so that the worker's death, which holds the other copy, ends the wait for its report
+
+
+def _answer(process: Any, patience_s: float) -> bool:
+    """Let the process begin if it has reported, or died, within the time; return whether."""
+    own = process._line[0]
+    waiting = select.poll()  # `select.select` refuses descriptors from 1,024 on
+    waiting.register(own, select.POLLIN)
+    if not waiting.poll(1000 * patience_s):
+        return False
+    with own, contextlib.suppress(OSError):  # it has died
+        own.send(own.recv(1))
+    del _awaited[process]
+    return True
+
+
+def _await(process: Any) -> None:
+    """Await the report of the process; if it is stuck, kill it, and fork it again."""
+    popen, runs = _awaited[process]
+    for attempt, patience_s in enumerate(PATIENCE_S):
+        if attempt:
             popen.kill()
             popen.wait()
-        own.close()
+            process._line[0].close()
+            vars(process).update(runs)  # `start` has removed it
+            popen = _fork(process)
+            vars(process).update(_popen=popen, _sentinel=popen.sentinel)
+            for name in runs:
+                delattr(process, name)
+        if _answer(process, patience_s):
+            return
+    raise RuntimeError(
+        f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread held a "
+        "lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw or print "
+        "continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
+    )

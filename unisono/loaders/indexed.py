@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from types import NoneType
@@ -14,12 +14,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from unisono.errors import StateError
-from unisono.loaders.fetcher import Fetcher, Look, Request, few
+from unisono.loaders.fetcher import Fetcher, FetcherBeside, Look, Request, few
 from unisono.loaders.made_rows import Collated
 from unisono.loaders.order import batches_of, epoch_asked_of
 from unisono.loaders.permutation import Permutation
 from unisono.loaders.sharding import IN_ROUND, Claim, Part, Piece, Rule, Size, deal, mark_of, rounds
 from unisono.loaders.sources import LOOKED_AT, Begun, Source, State
+from unisono.loaders.tuning import Tuner
 from unisono.loaders.workers import WorkerPool, start_worker
 from unisono.outcome import Outcome
 from unisono.randomness import seed_of, seeded
@@ -79,9 +80,27 @@ class IndexedSource(Source):
         self._has_warned = False
         self._is_compared = False  # with the other ranks' loaders
         self._pool: WorkerPool | None = None
+        self.tuner: Tuner | None = None  # where the number of loader workers is found while loops run
         if loader.num_workers:
-            start = partial(start_worker, loader.dataset, loader.worker_init_fn)
-            self._pool = WorkerPool(loader, self._fetcher, start)
+            self._pool = self._pool_of(loader)
+
+    def _pool_of(self, loader: DataLoader[Any]) -> WorkerPool:
+        start = partial(start_worker, loader.dataset, loader.worker_init_fn)
+        return WorkerPool(loader, self._fetcher, start)
+
+    def tune(self, loader: DataLoader[Any]) -> Tuner:
+        """Find the number of loader workers while loops run, from that of the loader on."""
+        if self.tuner is None:
+            self._pool = self._pool or self._pool_of(loader)
+            self.tuner = Tuner(loader.num_workers)
+            self._beside = FetcherBeside(self._fetcher)
+        return self.tuner
+
+    def begin_tuned(self, may_read_here: bool) -> None:
+        """A pass begins, whose loop may read for itself."""
+        assert self.tuner is not None
+        self._beside.begin()
+        self.tuner.begin(self._beside.fewest if may_read_here else 1)
 
     def begin(self, rule: Rule) -> Begun:
         """As in `Source`. Warns of an epoch that was set on the sampler, and is not the one that begins."""
@@ -110,7 +129,10 @@ class IndexedSource(Source):
         made: Iterator[list[Made]]
         # One rank may go on with the next batch. Of several, the others have got theirs of this round.
         skips = rule.count * rule.shards == 1 and rule.virtual is None
-        if self._pool is None:
+        if self.tuner is not None:
+            own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
+            made = _serve_pass(partial(self._serve_tuned, self.tuner, own_seed, skips), jobs, look)
+        elif self._pool is None:
             fetch = self._try_to_fetch if skips else partial(self._fetcher.batch, is_seeded=rule.virtual is not None)
             made = ([(job, fetch(job.request)) for job in each] for each in jobs)
             if look is not None:
@@ -118,11 +140,34 @@ class IndexedSource(Source):
                     made = _with_mark(made, self._fetcher.look(look))
         else:
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-            made = _serve_pass(self._pool, jobs, own_seed, skips, look)
+            made = _serve_pass(partial(self._pool.serve, own_seed, skips=skips), jobs, look)
         made = _with_places(made) if skips else made
         if self._is_collated:
             return Begun(epoch, position, _count_rows(made, self._dim, rule))
         return Begun(epoch, position, ([job.piece(batch) for job, batch in each] for each in made))
+
+    def _serve_tuned(
+        self, tuner: Tuner, seed: int, skips: bool, requests: Iterator[Request | Look], describe: Callable[[], str]
+    ) -> Iterator[Any]:
+        """The values of the requests, by as many loader workers as the tuner wants; by none, as a worker makes them."""
+
+        def make(request: Request | Look) -> Any:
+            try:
+                made = self._beside.make(request)
+                tuner.need(self._beside.fewest)
+                return made
+            except Exception as error:
+                if not skips:
+                    raise
+                return Outcome.failure(error)
+
+        def begin(number: int, these: Iterator[Request | Look]) -> Iterator[Any]:
+            if number == 0:
+                return map(make, these)
+            assert self._pool is not None
+            return self._pool.serve(seed, these, describe, skips, number)
+
+        return tuner.serve(begin, requests)
 
     def _try_to_fetch(self, request: Request) -> Any:
         """The batch, or the failure in its place."""
@@ -303,10 +348,9 @@ def _with_mark(made: Iterator[list[Made]], seen: int) -> Iterator[list[Made]]:
 
 
 def _serve_pass(
-    pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], seed: int, skips: bool, look: Look | None
+    serve: Callable[..., Iterator[Any]], rounds_of_jobs: Iterator[list[Job]], look: Look | None
 ) -> Iterator[list[Made]]:
-    """The batches of one pass, round by round, made by the loader workers, after the look; if it `skips`, with failures
-    in the places of those that cannot be made."""
+    """The batches of one pass, round by round, as `serve` makes them of requests, after the look."""
     asked, widths, failed = deque[Job](), deque[int](), list[Exception]()
 
     def requests() -> Iterator[Request | Look]:
@@ -331,7 +375,7 @@ def _serve_pass(
             raise failed.pop()
 
     describe = lambda: f"the samples with indices {few(asked[0].request.indices if asked else [])}"  # noqa: E731
-    return grouped(pool.serve(seed, requests(), describe, skips))
+    return grouped(serve(requests=requests(), describe=describe))
 
 
 _size = lru_cache(Size)  # most batches have the same

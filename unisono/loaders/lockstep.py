@@ -279,7 +279,7 @@ class Lockstep:
             size = size if self._rule.tail == "pad" else 1
             self._lane.backend.wait_ready(own.token)
             own = own._replace(batch=take(own.batch, [0] * size, self._dim))
-        return own._replace(claim=Claim(0, None, repeated=size), nbytes=0)
+        return own._replace(claim=Claim(0, None, repeated=size))
 
     def _share_sample(self, root: int) -> None:
         """Send one sample to the ranks that have never received any."""
@@ -292,7 +292,7 @@ class Lockstep:
         sample = world.comm.broadcast_object(sample, root)
         if self._spare is None:
             batch, token = world.backend.to_device(sample, self._lane.device)
-            self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
+            self._spare = Delivery(batch, token, Claim(0, None), {}, Stamps())
 
 
 def _check_offers(offers: list[_Offer]) -> None:

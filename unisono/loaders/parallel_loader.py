@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch.utils.data import IterableDataset
@@ -40,6 +40,7 @@ from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
 from unisono.loaders.streams import StreamSource
+from unisono.loaders.tuning import Tuner
 from unisono.timeline import LoopPlace
 from unisono.virtual_ranks import Virtual, VirtualRanks, virtual_of
 from unisono.world import World, current_world
@@ -62,6 +63,7 @@ class LoaderOptions(TypedDict, total=False):
     seed: int | None
     already_sharded: bool | None
     virtual_ranks: int | Virtual | None
+    num_workers: Literal["auto"] | None
     sources: Sources | None
 
 
@@ -95,6 +97,9 @@ class ParallelLoader:
             the same on every rank, though it may look different, since it is augmented at random.
         virtual_ranks: as for `Accelerator`: what so many ranks would get, of which each rank gets several, one after
             another, and for one device. None: each rank is one.
+        num_workers: "auto": the loader workers of a DataLoader over a map-style dataset are as many as its loop needs,
+            found while it runs, from the number of the DataLoader on; for one device. The batches are those that a
+            loader worker makes, bit for bit. Other loaders keep theirs. None: as the DataLoader says.
         world: the world of this loader; None uses the current one.
         loops: the worlds in which the devices' loops run, if not in `world`: DataParallel's replicas.
         sources: counts the epochs of `loader`, if several loaders iterate over it. None: this one's pass is epoch 0,
@@ -153,11 +158,22 @@ class ParallelLoader:
                 "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one stream, "
                 "cannot do; pass a size of at least 1"
             )
+        self.tuner = self._tuner_of(options.get("num_workers"))
         self._bookmark = Bookmark(self._source, self._rule)
         # Another source could not begin in the middle of an epoch without reading what comes before.
         if virtual is not None and virtual.balances and isinstance(self._source, IndexedSource):
             self._balance = Balance(self._world)
         self._prepare_pass()
+
+    def _tuner_of(self, given: Any) -> Tuner | None:
+        check_num_workers(given)
+        if given is None or not isinstance(self._source, IndexedSource):
+            return None
+        if len(self._devices) > 1:
+            raise ValueError(f"num_workers='auto' is for a loop over one device, and there are {len(self._devices)}")
+        tuner = self._source.tune(self._loader)  # type: ignore[arg-type]
+        self._world.timeline.tuned[id(tuner)] = tuner.describe
+        return tuner
 
     def _prepare_pass(self) -> None:
         # Replicas have a thread each; other loops over several devices may be one after another.
@@ -189,7 +205,7 @@ class ParallelLoader:
         place = names.index(name)
         lane, world = self._pipeline.lanes[place], self._loop_world(place)
         receive, state = partial(self._receive_for, place), partial(self._state_of, lane)
-        return DeviceIterator(self, lane, world, receive, state, self._balance)
+        return DeviceIterator(self, lane, world, receive, state, self._balance, self.tuner)
 
     def _receive_for(self, place: int) -> Delivery:
         # Without the lock, which each batch would pay for; `_begin_pass` checks again.
@@ -244,8 +260,17 @@ class ParallelLoader:
             self._balance.restart()
             if self._balance.virtual is not None and torch.is_grad_enabled():  # the loop seems to train
                 rule = rule.carried_as(self._balance.virtual)
+        # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
+        pipeline, lane = self._pipeline, self._pipeline.lanes[0]
+        may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
+        may_stay = may_stay and is_as_in_a_new_thread()
+        has_workers = None
+        if self.tuner is not None:
+            # In another thread than the loop's, the dataset would meet the generators while the loop draws from them.
+            self._source.begin_tuned(may_stay and rule.virtual is None)  # type: ignore[attr-defined]
+            has_workers = self.tuner.has_workers
         begun = self._source.begin(rule)
-        reads_here = not getattr(self._loader, "num_workers", 0)
+        reads_here = not (has_workers() if has_workers else getattr(self._loader, "num_workers", 0))
         if rule.virtual is not None:
             # What other loaders draw, with workers or without, is drawn in the thread that reads.
             reads_here = reads_here or not isinstance(self._source, IndexedSource)
@@ -253,14 +278,12 @@ class ParallelLoader:
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
-        # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
-        pipeline, lane = self._pipeline, self._pipeline.lanes[0]
-        may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
-        may_stay = may_stay and reads_here and is_as_in_a_new_thread()
+        may_stay = may_stay and reads_here
         # With virtual ranks, another thread would draw the loop's random numbers.
         must_stay = not self._prefetch or (rule.virtual is not None and reads_here)
         if must_stay or may_stay:
-            self._receivers = [Unthreaded(lane, begun.pieces, None if must_stay else pipeline.start).receive]
+            read_ahead = None if must_stay else pipeline.start
+            self._receivers = [Unthreaded(lane, begun.pieces, read_ahead, has_workers).receive]
             return
         pipeline.start(begun.pieces)
         if self._source.is_uneven:
@@ -480,6 +503,11 @@ class DeviceLoader:
         return len(self._never_begun)
 
     @property
+    def tuner(self) -> Tuner | None:
+        """What finds the number of its loader workers; None without `num_workers="auto"`."""
+        return self._never_begun.tuner
+
+    @property
     def num_virtual(self) -> int | None:
         """The number of virtual ranks whose batches it delivers; None without."""
         return self._never_begun.num_virtual
@@ -522,6 +550,15 @@ class DeviceLoader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next loop. Epochs advance automatically: this is for jumps."""
         self._never_begun.set_epoch(epoch)
+
+
+def check_num_workers(given: Any) -> None:
+    """ValueError if it is neither "auto" nor None."""
+    if given not in (None, "auto"):
+        raise ValueError(
+            f"num_workers={given!r}: pass 'auto', or leave it out; a number belongs to the DataLoader, and 'auto' "
+            "begins with it"
+        )
 
 
 def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOptions) -> Rule:

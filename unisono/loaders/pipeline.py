@@ -40,13 +40,12 @@ from unisono.loaders.sources import Progress
 from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
 from unisono.timeline import MOVE, Timeline, Waits
-from unisono.tree import nbytes
 from unisono.virtual_ranks import Draw
 
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
 SWITCH_NS = 100_000  # a change of thread
-LONG_NS = 100 * SWITCH_NS
-_FEW, _MANY = 3, 8  # slow batches at the beginning of a loop after which the reader takes over; and more of them later
+LONG_NS = 10 * SWITCH_NS
+_FEW, _MANY = 3, 8  # slow batches and steps at the beginning of a loop after which the reader takes over; more later
 
 _started: WeakSet[Pipeline] = WeakSet()
 
@@ -86,7 +85,6 @@ class Delivery(NamedTuple):
     token: Any
     claim: Claim
     position: Any
-    nbytes: int
     stamps: Stamps
     draw: Draw | None = None
 
@@ -122,7 +120,7 @@ class Lane:
         # `asked_at` is 0 if no other lane can have held up the reader: `divide` then finds no time for peers.
         sent_at = perf_counter_ns() if asked_at else loaded_at
         stamps = Stamps(asked_at, loaded_at, sent_at)
-        item = Delivery(piece.batch, None, piece.claim, piece.position, nbytes(piece.batch), stamps, piece.draw)
+        item = Delivery(piece.batch, None, piece.claim, piece.position, stamps, piece.draw)
         if self.is_direct and not self.backend.moves_in_loop:
             try:
                 item = self.move(*item)
@@ -297,8 +295,9 @@ def transfer(lane: Lane) -> None:
 
 class Unthreaded:
     """The batches of one lane without threads: its loop reads and moves them, when it requests them. When a batch costs
-    more than a change of thread would, `read_ahead` starts the threads for what is left of the source. Until then it is
-    read as it would be there: in a context of its own, with gradients enabled.
+    more than a change of thread would, and so do the loop's steps, beside which it would be read, `read_ahead` starts
+    the threads for what is left of the source; where that is given, as soon as it `has_workers`. Until then it is read
+    as it would be there: in a context of its own, with gradients enabled.
 
     *Threads:* the loop's. `close` from another one takes effect when the source has returned the round it is reading.
     """
@@ -308,14 +307,17 @@ class Unthreaded:
         lane: Lane,
         source: Iterator[list[Piece]],
         read_ahead: Callable[[Iterator[list[Piece]]], None] | None = None,
+        has_workers: Callable[[], bool] | None = None,
     ) -> None:
         self._lane = lane
         self._source = source
         self._end: BaseException | None = None
         self._context = Context()
         self._read_ahead = read_ahead
+        self._has_workers = has_workers
         self._is_ahead = False
         self._slow = 0  # rises by slow batches, falls by others: a few that were interrupted decide nothing
+        self._delivered_at = 0
 
     def receive(self) -> Delivery:
         """Return the next batch; as `Lane.receive`."""
@@ -351,20 +353,26 @@ class Unthreaded:
             raise EndOfChannel
         (piece,) = pieces
         batch, claim, position, draw = piece
-        now = perf_counter_ns()
+        self._delivered_at, delivered_at = (now := perf_counter_ns()), self._delivered_at
         stamps = _HERE if lane.is_direct else Stamps(0, now, now)
         lane.sent += 1
         lane.received += 1
-        moved = lane.move(batch, None, claim, position, nbytes(batch), stamps, draw)
-        if now - began > SWITCH_NS:
-            self._slow += 1
-            if self._read_ahead and (self._slow >= _FEW or (lane.sent == 1 and now - began > LONG_NS)):
-                source, self._source = self._source, iter(())
-                try:
-                    self._read_ahead(source)
-                    self._is_ahead = True
-                except Exception as error:  # after this batch, as an error of the source
-                    self._end = copy_error(error).with_traceback(None)
-        elif self._slow > -_MANY:
-            self._slow -= 1
+        moved = lane.move(batch, None, claim, position, stamps, draw)
+        if self._is_slow(now - began, began - delivered_at if delivered_at else None) and self._read_ahead:
+            source, self._source = self._source, iter(())
+            try:
+                self._read_ahead(source)
+                self._is_ahead = True
+            except Exception as error:  # after this batch, as an error of the source
+                self._end = copy_error(error).with_traceback(None)
         return moved
+
+    def _is_slow(self, reading: int, computing: int | None) -> bool:
+        """Whether the reader is to take over, after a batch that took so many nanoseconds, and the step before it."""
+        if self._has_workers is not None:
+            return self._has_workers()
+        if reading <= SWITCH_NS or (computing is not None and computing <= SWITCH_NS):
+            self._slow = max(self._slow - 1, -_MANY)
+            return False
+        self._slow += 1
+        return self._slow >= _FEW or (computing is None and reading > LONG_NS)

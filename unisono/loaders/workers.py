@@ -11,20 +11,23 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import takewhile
 from multiprocessing.connection import wait
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from unisono.comm.operations import HOST
 from unisono.errors import describe_exit
-from unisono.loaders.forked_workers import context_of, one_at_a_time
+from unisono.loaders.forked_workers import context_of, starting
 from unisono.loaders.packing import explain, is_tight, why_full
 from unisono.outcome import chain_of
 from unisono.randomness import notice_who_asks
+from unisono.stacks import PACKAGE, frames_of, stack_of, tell_stack_on_request
 from unisono.torch_private import (
     AWAITED_INDEX,
     LOADER_ITERATOR,
@@ -40,6 +43,7 @@ from unisono.tree import map_objects
 
 _LOOK_S = 0.25  # between two checks on the workers, while no batch arrives
 _LONG_S = 30.0  # until a wait is logged
+_SHOWN = 3  # files
 _ENDING_S = 1.0  # for a worker whose socket is closed to end
 
 logger = logging.getLogger(__name__)
@@ -78,7 +82,7 @@ class WorkerPool:
             "num_workers": loader.num_workers,
             # torch's default for batch_size=None would convert arrays to tensors.
             "collate_fn": _as_it_is,
-            "worker_init_fn": start,
+            "worker_init_fn": partial(_begin, start),
             "multiprocessing_context": context_of(loader.multiprocessing_context),
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
@@ -94,26 +98,32 @@ class WorkerPool:
         requests: Iterator[Any] | None = None,
         describe: Callable[[], str] = lambda: "a stream",
         skips: bool = False,
+        number: int | None = None,
     ) -> Served:
-        """Begin one pass; return the workers' values, unpacked. Workers are started here, in the calling thread.
-        `requests` ask a map-style dataset for each value; `describe` names the samples of the awaited one. If it
-        `skips`, a value that cannot be made is the failure, and the pass goes on."""
+        """Begin one pass, by the DataLoader's `num_workers`, or by another `number` of them; return the workers'
+        values, unpacked. Workers are started here, in the calling thread. `requests` ask a map-style dataset for each
+        value; `describe` names the samples of the awaited one. If it `skips`, a value that cannot be made is the
+        failure, and the pass goes on."""
         wait = _Wait(self._timeout_s, describe)
+        number = number or self._options["num_workers"]
         loader: Any = self._idle.pop() if self._idle else None
+        if loader is not None and loader.num_workers != number:
+            loader = None
         if loader is None or not _revive(loader):
             # The DataLoader draws its workers' seeds from the generator.
             asked = None if requests is None else _NextPass()
-            loader = DataLoader(**self._options, sampler=asked, generator=torch.Generator())
+            options = {**self._options, "num_workers": number}
+            loader = _AnyNumber(**options, sampler=asked, generator=torch.Generator())
         loader.generator.manual_seed(seed)
         if requests is not None:
             loader.sampler.requests = requests
         # The user's default device, from whose generator torch would draw, is not the workers' either. Not without
         # need: a worker that is forked in a device's context is slower.
-        with one_at_a_time, nullcontext() if torch.get_default_device() == HOST else HOST:
+        with starting(), nullcontext() if torch.get_default_device() == HOST else HOST:
             values = iter(loader)
+            _look_often(values, wait)
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive
-        _look_often(values, wait)
         keep = partial(self._idle.append, loader) if self._is_persistent else None
         return Served(values, wait, self._copies, keep, skips)
 
@@ -123,6 +133,13 @@ def _revive(loader: DataLoader[Any]) -> bool:
     iterator: Any = getattr(loader, LOADER_ITERATOR)
     vars(iterator).pop(TRY_GET_DATA, None)  # that of the last pass, whose time may be over
     return all(worker.is_alive() for worker in getattr(iterator, WORKERS))
+
+
+class _AnyNumber(DataLoader[Any]):
+    """Says nothing about many workers: the user's DataLoader has, or their number was found to help."""
+
+    def check_worker_number_rationality(self) -> None:
+        pass
 
 
 class _NextPass:
@@ -158,7 +175,23 @@ class _Wait:
         """The loader worker that is awaited, and its samples, in words."""
         number = getattr(values, TASK_INFO)[getattr(values, AWAITED_INDEX)][0]
         pid = getattr(values, WORKERS)[number].pid
-        return f"loader worker {number} reads {self._describe()}; `py-spy dump --pid {pid}` shows where"
+        return f"loader worker {number} (pid {pid}) reads {self._describe()}; {where_is(pid)}"
+
+
+def where_is(pid: int) -> str:
+    """Where in the user's code a loader worker is, which files it has open, and its stack, in words."""
+    files: list[str] = []
+    with suppress(psutil.Error):
+        shared = {each.path for each in psutil.Process().open_files()}
+        files = [each.path for each in psutil.Process(pid).open_files() if each.path not in shared]
+    opened = f", with {', '.join(files[-_SHOWN:])} open" if files else ""
+    frames = frames_of(stack_of(pid))
+    if not frames:
+        return f"it does not say where{opened}: `py-spy dump --pid {pid}` may show it"
+    # What is below is torch's and this package's.
+    own = [*takewhile(lambda frame: not frame.file.startswith(PACKAGE), frames)] or frames
+    place = next((each for each in own if each.is_users), own[0])
+    return f"it is in {place}{opened}; the most recent call first:\n" + "\n".join(f"  {each}" for each in own)
 
 
 class Served:
@@ -254,6 +287,11 @@ def _free(error: BaseException) -> None:
         traceback.clear_frames(each.__traceback__)
 
 
-# A function of the module, since spawned workers have to unpickle it.
+# Functions of the module, since spawned workers have to unpickle them.
+def _begin(start: Callable[[int], None], worker: int) -> None:
+    tell_stack_on_request()
+    start(worker)
+
+
 def _as_it_is(data: Any) -> Any:
     return data

@@ -82,6 +82,7 @@ class RankSummary:
         peak_memory: the most bytes of its device ever in use at once; 0 if the family does not count them.
         host: the name of its machine.
         counters: the counters of the device's runtime in this process: graphs compiled, for example.
+        workers: of each loader with num_workers="auto", how many loader workers it has, and why not more, in words.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
 
@@ -103,6 +104,7 @@ class RankSummary:
     peak_memory: int = 0
     host: str = ""
     counters: dict[str, int] = field(default_factory=dict)
+    workers: list[str] = field(default_factory=list)
 
     @property
     def loop_seconds(self) -> float:
@@ -311,6 +313,7 @@ def summarise(world: World | None = None, is_own_thread: bool = True) -> RankSum
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,
         host=platform.node(),
         counters=world.backend.counters(),
+        workers=[describe() for describe in [*world.timeline.tuned.values()]],
     )
 
 

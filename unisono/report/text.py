@@ -60,6 +60,8 @@ def _lines_below(report: Report) -> Iterator[str]:
         if shares:
             yield "named: " + ", ".join(f"{label(name)} {share:.1%}" for name, share in shares.items())
         yield f"waited for: {causes}; {rate:,.1f} MB/s of batches, {depth:.1f} of them waiting per rank"
+    for described in dict.fromkeys(words for each in report.ranks for words in each.workers):
+        yield f"num_workers='auto': {described}"
     if any(each.peak_memory for each in report.ranks):
         peaks = (f"{each.device} {each.peak_memory / 1e6:,.0f} MB" for each in report.ranks)
         yield f"memory of the devices, at most: {', '.join(dict.fromkeys(peaks))}"
