@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -131,7 +132,8 @@ class IndexedSource(Source):
         skips = rule.count * rule.shards == 1 and rule.virtual is None
         if self.tuner is not None:
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-            made = _serve_pass(partial(self._serve_tuned, self.tuner, own_seed, skips), jobs, look)
+            serve = partial(self._serve_tuned, self.tuner, threading.get_ident(), own_seed, skips)
+            made = _serve_pass(serve, jobs, look)
         elif self._pool is None:
             fetch = self._try_to_fetch if skips else partial(self._fetcher.batch, is_seeded=rule.virtual is not None)
             made = ([(job, fetch(job.request)) for job in each] for each in jobs)
@@ -147,9 +149,16 @@ class IndexedSource(Source):
         return Begun(epoch, position, ([job.piece(batch) for job, batch in each] for each in made))
 
     def _serve_tuned(
-        self, tuner: Tuner, seed: int, skips: bool, requests: Iterator[Request | Look], describe: Callable[[], str]
+        self,
+        tuner: Tuner,
+        loop: int,
+        seed: int,
+        skips: bool,
+        requests: Iterator[Request | Look],
+        describe: Callable[[], str],
     ) -> Iterator[Any]:
-        """The values of the requests, by as many loader workers as the tuner wants; by none, as a worker makes them."""
+        """The values of the requests, by as many loader workers as the tuner wants; by none, as a worker makes them, in
+        the thread of the `loop` only: elsewhere the loop draws from the generators that reading saves and restores."""
 
         def make(request: Request | Look) -> Any:
             try:
@@ -162,10 +171,10 @@ class IndexedSource(Source):
                 return Outcome.failure(error)
 
         def begin(number: int, these: Iterator[Request | Look]) -> Iterator[Any]:
-            if number == 0:
+            if number == 0 and threading.get_ident() == loop:
                 return map(make, these)
             assert self._pool is not None
-            return self._pool.serve(seed, these, describe, skips, number)
+            return self._pool.serve(seed, these, describe, skips, max(number, 1))
 
         return tuner.serve(begin, requests)
 
