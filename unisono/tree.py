@@ -258,9 +258,9 @@ def _map(
 
 
 def _is_sized(node: Any, dim: int) -> bool:
-    """Whether it is a mapping that knows its batch size, as a TensorDict, and so is cut by itself."""
+    """Whether a container knows its batch size, as a TensorDict or a tensorclass, and so is cut by itself."""
     size = getattr(node, "batch_size", None)
-    return isinstance(node, Mapping) and isinstance(size, torch.Size) and 0 <= dim < len(size)
+    return isinstance(size, torch.Size) and 0 <= dim < len(size)
 
 
 def _rebuild(node: Any, images: list[Any]) -> Any:

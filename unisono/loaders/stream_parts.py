@@ -113,6 +113,8 @@ def part_of(dataset: Any, rank: int, ranks: int) -> Any:
     """The dataset as that rank of so many reads it; None if it cannot be cut so."""
     if hasattr(dataset, "_distributed") and is_of(dataset, "datasets"):
         if dataset._distributed is None:
+            if ranks == 1:
+                return dataset
             by_node: Any = import_module("datasets.distributed")  # `shard` would leave ranks empty if files are few
             return by_node.split_dataset_by_node(dataset, rank, ranks)
         twin = twin_of(dataset)

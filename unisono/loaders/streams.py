@@ -457,7 +457,9 @@ class PartSamples:
             if not is_shared:
                 raise
             kind = type(dataset).__name__
-            logger.warning("%s cannot continue from its own state (%r): what precedes is read again", kind, error)
+            # As text: the error would keep the frames, and all that they hold, wherever the record is kept.
+            said = repr(error)
+            logger.warning("%s cannot continue from its own state (%s): what precedes is read again", kind, said)
             self.seen = [(0, 0, 0, 0)] * len(self._layers)
             return None
         self._dataset = dataset
