@@ -10,6 +10,9 @@ The stream is cut into parts by the first of these that can:
 On a single rank nothing is cut, and loader workers read what they read with torch; but where all of them begin with the
 same sample, though each knows its number, they read one stream, and the stride gives each its part.
 
+Parts that the dataset has cut stay as they are until the epoch ends: other ranks and workers that continue it share
+them, and each reads its own one after another. `stream_parts.py` makes the dataset of any of them.
+
 The stride assumes that all parts read the same stream. So the workers' random number generators are seeded alike, and
 what the parts have seen is compared. `lockstep.py` says what a part is, and counts what was taken of each.
 
