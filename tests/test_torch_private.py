@@ -22,6 +22,7 @@ PRIVATE_OF_XLA = re.compile("_XLAC|_xla_.*|_set_all_reduce_token")
 PRIVATE_OF_OTHERS = {
     *("_fields", "_replace", "_make", "_value_", "_config", "_target", "_is_owned"),  # of Python
     *("_distributed", "_ex_iterable"),  # of HuggingFace's datasets
+    *("_output_order", "_resume_shm"),  # of spdl, mosaicml-streaming
 }
 
 

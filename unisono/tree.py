@@ -218,6 +218,8 @@ def take(tree: Any, samples: slice | list[int], dim: int = 0) -> Any:
         return node if size_along(node, dim) is None else node[(slice(None),) * (dim % node.ndim) + (samples,)]
 
     def cut_lists(node: Any) -> Any:
+        if _is_sized(node, dim):
+            return node[(slice(None),) * dim + (samples,)]
         # One with arrays or containers is a structure, and does not hold one value per sample.
         is_structure = type(node) not in (list, tuple) or any(is_array(each) or is_container(each) for each in node)
         if is_structure or dim != 0 or len(node) != size:
@@ -273,10 +275,16 @@ def _map(
     return image
 
 
+def _is_sized(node: Any, dim: int) -> bool:
+    """Whether a container knows its batch size, as a TensorDict or a tensorclass, and so is cut by itself."""
+    size = getattr(node, "batch_size", None)
+    return isinstance(size, torch.Size) and 0 <= dim < len(size)
+
+
 def _rebuild(node: Any, images: list[Any]) -> Any:
     """A container like that one, which holds the images."""
     if isinstance(node, Mapping):
-        return _like_mapping(node, dict(zip(node, images, strict=True)))
+        return _like_mapping(node, dict(zip(node.keys(), images, strict=True)))  # a TensorDict iterates its rows
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)._make(images)  # type: ignore[attr-defined]
     if isinstance(node, list) and type(node) is not list:  # its `__init__` may take other arguments
@@ -298,6 +306,8 @@ def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         return mapped
     try:
         twin: Any = copy.copy(node)
+        if hasattr(twin, "clear_device_"):  # a TensorDict would move the images back to its device
+            twin.clear_device_()
         if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
             # The shallow copy shares the container that stores the items.
             vars(twin).update({name: copy.copy(value) for name, value in vars(twin).items() if is_container(value)})

@@ -18,7 +18,7 @@ from streams import COUNT, Stream, all_of, passes, refused
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info, random_split
 
 from unisono import DeviceLoader, current_world, rank
-from unisono.errors import CollectiveMismatchError
+from unisono.errors import CollectiveMismatchError, StateError
 from unisono.loaders.comparison import make_of
 
 WORDS = r"must read the same batches.* DeviceLoader\(loader, already_sharded=True\);.* already_sharded=False\);"
@@ -198,20 +198,38 @@ def test_the_comparison_leaves_the_generators_as_they_were():
 class Sharding(torch.utils.data.Sampler):
     """Cuts the indices by rank, and says so by other names than torch's."""
 
-    def __init__(self) -> None:
-        self._rank, self._world_size = rank(), 2
+    def __init__(self, names: tuple[str, str]) -> None:
+        self.place = rank()
+        self.__dict__.update(zip(names, (rank(), current_world().world_size), strict=True))
 
     def __len__(self) -> int:
         return 12
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self._rank, 24, self._world_size))
+        return iter(range(self.place, 24, 2))
 
 
 def test_a_sampler_that_cuts_by_rank_is_refused_and_taken_as_parts():
-    parts, whole = zip(*both_ways_out(THREADS_2, lambda: DataLoader(range(24), 2, sampler=Sharding())), strict=True)
+    make = lambda: DataLoader(range(24), 2, sampler=Sharding(("slot", "slots")))  # noqa: E731
+    parts, whole = zip(*both_ways_out(THREADS_2, make), strict=True)
     assert sorted(itertools.chain(*parts)) == list(range(24))
     assert len({*itertools.chain(*whole)}) < 24, "as it was told"
+
+
+@pytest.mark.parametrize("names", [("_rank", "_world_size"), ("rank", "num_ranks")])
+def test_a_sampler_that_knows_rank_and_ranks_is_not_cut_again_nor_resumed_elsewhere(names):
+    def body(state: Any = None) -> tuple[list[int], Any]:
+        loader = DeviceLoader(DataLoader(range(24), 2, sampler=Sharding(names)))
+        if state is not None:
+            loader.load_state_dict(state)
+        found = [sample for batch in itertools.islice(loader, 3) for sample in batch.tolist()]
+        return found, loader.state_dict()
+
+    (first, state), (second, _) = THREADS_2.run(body)
+    rest = THREADS_2.run(lambda: body(state))
+    assert sorted([*first, *second, *rest[0][0], *rest[1][0]]) == list(range(24))
+    with pytest.raises(StateError, match=r"order='Sharding of 2 ranks'"):
+        body(state)
 
 
 class OfItsRank(Stream):

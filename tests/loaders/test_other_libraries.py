@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 from streams import Stream
 from torch.utils.data import DataLoader
 
@@ -91,16 +91,17 @@ def test_a_shuffle_of_ones_own_in_the_loops_process_is_refused(urls):
         delivered(THREADS_2, urls, 0, True)
 
 
-def test_a_loader_of_its_own_that_splits_by_node_is_refused_and_taken_as_parts(urls):
-    def body(already_sharded: bool | None = None) -> list[float]:
-        dataset = dataset_of(urls, False, nodesplitter=webdataset.split_by_node)
-        loader = webdataset.WebLoader(dataset, batch_size=4, num_workers=1)
-        iterator = iter(DeviceLoader(loader, already_sharded=already_sharded))
-        return [sample for batch in iterator for sample in batch[: iterator.valid_samples].tolist()]
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("has_stages", [False, True])
+def test_a_loader_of_its_own_is_cut_once(urls, workers, has_stages):
+    def body() -> list[float]:
+        dataset = dataset_of(urls, False, nodesplitter=webdataset.split_by_node).map(lambda sample: (sample,))
+        loader = webdataset.WebLoader(dataset, batch_size=4, num_workers=workers)
+        loader = DeviceLoader(loader.unbatched().batched(3) if has_stages else loader)
+        return [sample for (batch,) in loader for sample in batch[: loader.valid_samples].tolist()]
 
-    with pytest.raises(CollectiveMismatchError, match=r"must read the same batches.*already_sharded=True"):
-        PROCESSES_2.run(body)
-    assert sorted(itertools.chain(*PROCESSES_2.run(lambda: body(True)))) == list(range(COUNT))
+    found = sorted(itertools.chain(*PROCESSES_2.run(lambda: body())))
+    assert found == list(range(COUNT))
 
 
 def test_a_mixture_that_is_seeded_by_rank_is_refused():
@@ -118,6 +119,37 @@ def test_a_mixture_that_is_seeded_by_rank_is_refused():
 
     with pytest.raises(CollectiveMismatchError, match="must read the same batches"):
         PROCESSES_2.run(loop_over)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [(PROCESSES_2, 2, 2), (SOLO, 1, 3), (PROCESSES_2, 1, None)],
+        [(PROCESSES_2, 0, 2), (SOLO, 0, 2), (PROCESSES_2, 0, None)],
+        [(SOLO, 2, 3), (PROCESSES_2, 2, None)],
+    ],
+)
+def test_shards_go_on_with_other_numbers_of_ranks_and_workers(urls, own, splits, plan):
+    def body(workers: int, most: int | None, state: Any) -> tuple[list[float], Any]:
+        dataset = dataset_of(urls, False, nodesplitter=webdataset.split_by_node if splits else None)
+        kind = webdataset.WebLoader if own else DataLoader
+        loader = DeviceLoader(kind(dataset, batch_size=2, num_workers=workers))
+        if state is not None:
+            loader.load_state_dict(state)
+        iterator = iter(loader)
+        found = [
+            each for batch in itertools.islice(iterator, most) for each in batch[: iterator.valid_samples].tolist()
+        ]
+        return found, loader.state_dict()
+
+    found, state = [], None
+    for mode, workers, most in plan:
+        got = mode.run(lambda workers=workers, most=most, state=state: body(workers, most, state))
+        found += [sample for samples, _ in got for sample in samples]
+        state = got[0][1]
+    assert sorted(found) == list(range(COUNT))
 
 
 stateful_dataloader: Any = pytest.importorskip("torchdata.stateful_dataloader")

@@ -153,9 +153,46 @@ def test_a_loader_with_a_state_of_its_own_goes_on_by_it(rounds, reads_ahead):
     loader = Remembering()
     (second,) = resumed([DeviceLoader(loader)], state)
     assert delivered + counted([take(second)]) == whole[0]
-    assert loader.starts == [2 * rounds], "nothing was read again"
+    assert len(loader.starts) == 1
+    assert loader.starts[0] < max(2 * rounds, 1), "the last batch at least is read again, and compared"
     assert counted([take(second)]) == whole[1]
     assert str(state) == str(kept)
+
+
+class Heavy(Remembering):
+    """Its state takes as long as many batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {**super().state_dict(), "all": torch.zeros(1 << 22)}
+
+
+def test_a_heavy_state_is_not_copied_for_each_batch():
+    loader = Heavy()
+    batches = len([*DeviceLoader(loader)])
+    assert loader.asked < batches
+
+
+class Forgetful(Remembering):
+    """Continues at the place of its state, in the order of another epoch."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.epoch += 7
+
+
+def test_a_loader_that_continues_in_another_order_is_noticed(caplog):
+    first, second = DeviceLoader(Remembering()), DeviceLoader(Forgetful())
+    for _ in itertools.islice(first, 2):
+        pass
+    second.load_state_dict(first.state_dict())
+    with caplog.at_level(logging.WARNING):
+        take(second)
+    assert "Forgetful does not continue from its state_dict as it did" in caplog.text
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -34,7 +34,7 @@ from streams import (
 )
 from torch.utils.data import get_worker_info
 
-from unisono import DeviceLoader
+from unisono import DeviceLoader, current_world, rank
 from unisono.errors import StateError
 from unisono.loaders.lockstep import Layer, Position, StreamPosition
 from unisono.loaders.streams import PartReader
@@ -266,19 +266,66 @@ def test_other_values_are_compared_only_where_labels_tell_no_samples_apart(cuts_
     assert resume((1, cuts_itself, COUNT // 3), (1, cuts_itself, COUNT // 3, 0.5))
 
 
+@pytest.mark.parametrize("dataset", [CutsItself, Sharded, Stateful])
 @pytest.mark.parametrize(
-    ("dataset", "before", "after", "words"),
+    "plan",
     [
-        (CutsItself, (SOLO, 2), (SOLO, 3), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 1 with 3"),
-        (CutsItself, (SOLO, 2), (THREADS_2, 1), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 2 with 1"),
-        (CutsItself, (SOLO, 0), (SOLO, 1), "cut by the stride; .* cut by the worker"),
-        (Sharded, (THREADS_2, 0), (THREADS_3, 0), r"by 2 rank\(s\) with 1 loader worker\(s\) .* here are 3 with 1"),
-        (Sharded, (THREADS_2, 2), (THREADS_2, 0), r"by 2 rank\(s\) with 2 loader worker\(s\) .* here are 2 with 1"),
-        (Sharded, (THREADS_2, 0), (SOLO, 0), "cut by the dataset; .* cut by the stride"),
+        [(THREADS_2, 2, 2), (SOLO, 1, 3), (THREADS_3, 2, 1), (SOLO, 2, None)],
+        [(THREADS_2, 0, 3), (SOLO, 0, 2), (THREADS_2, 1, 2), (SOLO, 1, None)],
+        [(SOLO, 2, 2), (THREADS_2, 2, 2), (THREADS_2, 1, None)],
+        [(THREADS_3, 1, 2), (THREADS_2, 1, 2), (THREADS_3, 2, None)],
+        [(SOLO, 0, 3), (SOLO, 3, 2), (THREADS_2, 1, None)],
     ],
 )
 @stand_ins()
-def test_a_stream_that_was_not_cut_by_stride_needs_the_same_numbers(dataset, before, after, words):
+def test_parts_that_a_dataset_has_cut_are_carried_on_by_any_numbers(dataset, plan):
+    taken: list[int] = []
+    state = None
+    for mode, workers, most in plan:
+        found = passes(mode, dataset, most, workers=workers, state=state, size=2)
+        taken += all_of(found)
+        state = through_json(found[0][0].state)
+    assert sorted(taken) == list(range(COUNT))
+
+
+@stand_ins()
+def test_the_epoch_after_a_resume_elsewhere_is_cut_for_the_ranks_that_are_here():
+    state = passes(THREADS_2, Sharded, 2, workers=2)[0][0].state
+    found = passes(THREADS_3, Sharded, None, None, workers=1, state=state)
+    assert found[1][1].batches == [[1, 4], [7, 10], [13, 16]] or all_of(found, 1) == list(range(COUNT))
+    assert [len(each[1].batches) for each in found] == [len(found[0][1].batches)] * 3
+
+
+@stand_ins()
+def test_uneven_parts_are_said_once_with_who_carries_them(caplog):
+    state = passes(THREADS_3, CutsItself, 1, workers=1)[0][0].state
+    with caplog.at_level(logging.WARNING):
+        passes(THREADS_2, CutsItself, None, workers=1, state=state)
+    said = [each.getMessage() for each in caplog.records if "this epoch was begun by" in each.getMessage()]
+    assert len(said) == 1
+    assert "begun by 3 parts, of which 1 rank(s) carry 2 and the others 1" in said[0]
+
+
+class OfItsPlace(Stream):
+    """Knows its rank from the beginning, and nothing that would make another rank's part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank(), current_world().world_size
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.rank, self.count, self.world_size)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "before", "after", "words"),
+    [
+        (CutsItself, (THREADS_2, 2), (SOLO, 0), "cut by their numbers, .* use num_workers=1 or more"),
+        (OfItsPlace, (THREADS_2, 1), (SOLO, 1), r"cannot be made: give it a method shard\(num_shards, index\)"),
+    ],
+)
+@stand_ins()
+def test_a_part_that_cannot_be_made_again_is_refused_with_the_protocol(dataset, before, after, words):
     state = passes(before[0], dataset, 1, workers=before[1])[0][0].state
     errors = refused(after[0], dataset, None, workers=after[1], state=state)
     assert len(errors) == after[0].ranks

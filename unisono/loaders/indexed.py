@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from unisono.errors import StateError
+from unisono.loaders.comparison import place_in
 from unisono.loaders.fetcher import Fetcher, FetcherBeside, Look, Request, few
 from unisono.loaders.made_rows import Collated
 from unisono.loaders.order import batches_of, epoch_asked_of
@@ -46,7 +47,8 @@ Made = tuple[Job, Any]  # what was to be loaded, and the batch
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
     """Whether the loader's own sampler already gives each rank its part, as torch's DistributedSampler, and any with
-    its attributes `num_replicas` and `rank`. ValueError if it shards for another rank or number of ranks."""
+    its attributes `num_replicas` and `rank`, or with this rank and number of ranks under other usual names. ValueError
+    if it shards for another rank or number of ranks."""
     batch_sampler: Any = getattr(loader, "batch_sampler", None)
     samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     for sampler in samplers:
@@ -58,7 +60,14 @@ def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
                     "plain sampler), or pass DeviceLoader(loader, already_sharded=True) if this is what you want"
                 )
             return True
+        if _place_of(sampler) == (rank, ranks):
+            return True
     return False
+
+
+def _place_of(sampler: Any) -> tuple[int, int] | None:
+    """The rank, and the number of ranks, for which a sampler with these attributes under other names shards."""
+    return place_in(getattr(sampler, "__dict__", {})) if not hasattr(sampler, "num_replicas") else None
 
 
 class IndexedSource(Source):
@@ -74,7 +83,10 @@ class IndexedSource(Source):
         has_seed = isinstance(generator, torch.Generator)
         own_seed = generator.initial_seed() if has_seed else 0
         follows = self._batch_sampler if type(self._batch_sampler) not in (BatchSampler, NoneType) else self._sampler
-        super().__init__(loader.dataset, own_seed if seed is None else seed, type(follows).__name__)
+        order, place = type(follows).__name__, _place_of(follows)
+        if place is not None and place[1] > 1:  # another number of ranks may have another order
+            order += f" of {place[1]} ranks"
+        super().__init__(loader.dataset, own_seed if seed is None else seed, order)
         self._fetcher = Fetcher(loader, dim)
         self._dim = dim
         self._is_collated = loader.batch_sampler is not None and loader.collate_fn is not default_collate

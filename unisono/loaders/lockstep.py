@@ -38,6 +38,7 @@ from unisono.world import World
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]  # `streams.py` says which of them does when
 
+_SHARED_EVERY = 16  # batches: so many are read again where other ranks continue, or this one by another's state
 _REMEMBERED = 1024  # positions; more than one reader is ahead of another
 _ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
 _DIFFERENT = (
@@ -90,10 +91,14 @@ class Read(NamedTuple):
 
 
 class StreamPosition(NamedTuple):
-    """A position in a stream that was cut `by`: the last layer is that of the current ranks and workers."""
+    """A position in a stream that was cut `by`. The last layer is that of the current ranks and workers, if it is cut
+    by stride, or by the caller; else that of those that began the pass, whose parts the current ones share."""
 
     by: Cutter = "stride"
     layers: tuple[Layer, ...] = ()
+    is_of_rank: bool = False  # whether the dataset was cut by ranks, before loader workers cut it
+    before: int = 0  # samples before these layers, which the dataset skips by itself
+    own: Any = None  # what the order of such a dataset depends on
 
     @classmethod
     def of_state(cls, state: State) -> StreamPosition:
@@ -102,14 +107,16 @@ class StreamPosition(NamedTuple):
             return cls()
         try:
             layers = [Layer(ranks, row, tuple(starmap(Position, parts))) for ranks, row, parts in state["layers"]]
-            return cls(state["by"], tuple(layers))
+            of_rank = state.get("is_of_rank", state["by"] == "dataset")
+            return cls(state["by"], tuple(layers), of_rank, state.get("before", 0), state.get("own"))
         except (KeyError, TypeError, ValueError) as error:
             raise StateError("the state does not say what was read of each part: it is not that of a stream") from error
 
     def to_state(self) -> State:
         """The position as plain data."""
         layers = [[*layer[:2], [[*each] for each in layer.parts]] for layer in self.layers]
-        return {"offset": self.offset, "by": self.by, "layers": layers}
+        more = {"before": self.before, "own": self.own} if self.own is not None else {}
+        return {"offset": self.offset, "by": self.by, "layers": layers, "is_of_rank": self.is_of_rank, **more}
 
     @property
     def here(self) -> Layer:
@@ -117,22 +124,31 @@ class StreamPosition(NamedTuple):
 
     @property
     def offset(self) -> int:
-        return sum([each.taken for layer in self.layers for each in layer.parts])
+        return self.before + sum([each.taken for layer in self.layers for each in layer.parts])
 
-    def parts_of(self, rank: int) -> list[int]:
-        """The parts of a rank, in the order in which they deliver: worker by worker, from the one that is due."""
-        workers = self.here.workers
-        return sorted(range(rank * workers, (rank + 1) * workers), key=lambda part: self.here.parts[part].taken)
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether the pass has begun, and other ranks and workers would continue it by the same parts."""
+        return self.offset > self.before and self.by in ("dataset", "worker")
+
+    def parts_of(self, rank: int, ranks: int, workers: int) -> list[list[int]]:
+        """The parts of each loader worker of a rank, in the order in which they deliver: from the one that is due."""
+        count, parts = len(self.here.parts), self.here.parts
+        own = [part for part in range(count) if part * ranks // count == rank]
+        own.sort(key=lambda part: parts[part].taken)
+        return [own[worker::workers] for worker in range(workers)]
 
     def after(self, reads: Iterable[Read]) -> StreamPosition:
         parts, by = list(self.here.parts), self.by
         for read in reads:
-            by, parts[read.part] = read.by, read.position._replace(state=read.state)
-        return StreamPosition(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))))
+            # An earlier state will do: what follows it is read again up to the position.
+            state = parts[read.part].state if read.state is None else read.state
+            by, parts[read.part] = read.by, read.position._replace(state=state)
+        return self._replace(by=by, layers=(*self.layers[:-1], self.here._replace(parts=tuple(parts))))
 
     def cut_for(self, ranks: int, workers: int) -> StreamPosition:
         """The same position, with what is left cut for these numbers of ranks and workers."""
-        if self.layers and self.here[:2] == (ranks, workers):
+        if self.layers and (self.here[:2] == (ranks, workers) or self.keeps_parts):
             return self
         # No state of the dataset's own fits other parts.
         before = [each._replace(parts=tuple(part._replace(state=None) for part in each.parts)) for each in self.layers]
@@ -141,7 +157,7 @@ class StreamPosition(NamedTuple):
     def check_cut(self, by: Cutter) -> None:
         """Check that no sample is lost if `by` cuts the stream from here on. StateError if something else has cut it
         before; or if the numbers of ranks and workers have changed, and it is not cut by stride."""
-        if self.offset and (by != self.by or (by != "stride" and len(self.layers) > 1)):
+        if self.offset > self.before and (by != self.by or (by != "stride" and len(self.layers) > 1)):
             before, here = self.layers[0], self.here
             raise StateError(
                 f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each, over a "
@@ -198,6 +214,7 @@ class Lockstep:
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[tuple[int, Read] | None]] = deque()
         self._spare: Delivery | None = None  # to be repeated
+        self._num_unshared = 0  # batches since one was offered with the dataset's state
         self._end: BaseException | None = None
 
     def receive(self) -> Delivery:
@@ -235,8 +252,12 @@ class Lockstep:
         """Announce what is ready here, and determine the rounds that all ranks can take."""
         failure = self._receive_ready()
         stamps = (self._own[0].stamps if self._own else Stamps())._replace(ready_at=perf_counter_ns())
-        # Without the datasets' states, which concern this rank alone.
+        # Mostly without the datasets' states, by which other ranks could continue these parts.
         batches = [(each.claim.samples, each.position._replace(state=None)) for each in self._own]
+        self._num_unshared += len(batches)
+        if self._num_unshared >= _SHARED_EVERY and batches:
+            batches[0] = batches[0][0], self._own[0].position
+            self._num_unshared = 0
         start = self._stream.position.offset, self._stream.position.here.workers
         offer = _Offer(start, batches, self._spare is not None, failure)
         offers: list[_Offer] = self._world.comm.all_gather_object(offer)

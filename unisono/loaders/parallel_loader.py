@@ -36,9 +36,10 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import IndexedSource, is_sharded
 from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Lane, Pipeline, Unthreaded
-from unisono.loaders.registry import Sources, source_of, warn_of_repetition
+from unisono.loaders.registry import Sources, check_order, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
+from unisono.loaders.stream_parts import loader_behind
 from unisono.loaders.streams import StreamSource
 from unisono.loaders.tuning import Tuner
 from unisono.timeline import LoopPlace
@@ -140,9 +141,12 @@ class ParallelLoader:
                 "each rank has one device; pass [current_world().device]"
             )
         self._loader = loader
+        self._read = loader_behind(loader)  # held here, since its source does not
         self._loops = loops
         self._maker = threading.current_thread()
-        self._rule = make_rule(self._world, len(self._devices), loader, options)
+        self._rule = make_rule(self._world, len(self._devices), self._read, options)
+        if self._rule.is_compared:
+            check_order(loader, self._world)
         virtual = self._rule.virtual
         self.num_virtual = None if virtual is None else virtual.count
         self._in_turn = 1 if virtual is None else virtual.each  # batches of a round, for each device
@@ -152,7 +156,7 @@ class ParallelLoader:
         if seed is not None:
             check_type(seed, "seed", "pass an integer, or None for the loader's own", Integral)
             seed = int(seed)  # so that a state can be written to any file format
-        self._source = find_source(loader, self._world, self._batch_dim, seed)
+        self._source = find_source(self._read, self._world, self._batch_dim, seed)
         if not self._prefetch and (len(self._devices) > 1 or self._source.is_uneven):
             raise ValueError(
                 "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one stream, "
@@ -270,7 +274,7 @@ class ParallelLoader:
             self._source.begin_tuned(may_stay and rule.virtual is None)  # type: ignore[attr-defined]
             has_workers = self.tuner.has_workers
         begun = self._source.begin(rule)
-        reads_here = not (has_workers() if has_workers else getattr(self._loader, "num_workers", 0))
+        reads_here = not (has_workers() if has_workers else getattr(self._read, "num_workers", 0))
         if rule.virtual is not None:
             # What other loaders draw, with workers or without, is drawn in the thread that reads.
             reads_here = reads_here or not isinstance(self._source, IndexedSource)

@@ -55,6 +55,20 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
     return ItemSource(indexed, dim) if loader.batch_sampler is None else indexed
 
 
+def check_order(loader: Any, world: World) -> None:
+    """ValueError for a loader of spdl's whose batches come in the order of completion, which differs from rank to rank:
+    each rank reads all and keeps its share."""
+    threads = max(getattr(loader, name, 1) for name in ("_num_threads", "_num_workers"))
+    is_of_completion = getattr(loader, "_output_order", "input") == "completion" and threads > 1
+    if world.world_size > 1 and is_of_completion and type(loader).__module__.startswith("spdl."):
+        raise ValueError(
+            f"this {type(loader).__name__} delivers its batches in the order in which its {threads} threads complete "
+            "them, which differs from rank to rank, so dealing them out would lose some and repeat others; pass "
+            "output_order='input' (in_order=True), or, if its source gives each rank a part of its own, "
+            "DeviceLoader(loader, already_sharded=True)"
+        )
+
+
 def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
     """Warn once that a pass over a shuffled dataset begins at epoch 0, as did that of another source, which is gone:
     its loader was made again for each epoch. Evaluation may repeat its order."""

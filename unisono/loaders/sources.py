@@ -17,7 +17,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import count, repeat
+from itertools import count, islice, repeat
+from time import perf_counter_ns
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -49,6 +50,10 @@ LOOKED_AT = 8  # samples by which datasets are compared
 _ALIGNED = 64  # elements
 _VERSION = 1
 _FACTS = ("version", "epoch", "seed", "length", "order")  # the keys of a state that are not part of the position
+
+_COUNTING = ("torchdata.", "streaming.base.", "litdata.")
+_OF_LITDATA = "_set_use_streaming_dataloader"  # of datasets whose batches its loader takes apart
+_STATE_SHARE = 50  # of the time of a loop, its loader's states take one in so many
 
 T = TypeVar("T")
 
@@ -86,11 +91,13 @@ class Progress:
 def makes_batches_alike(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether the loader is torch's DataLoader with its own iterator, so that its batches can be made here instead.
 
-    This includes torchdata's, whose own state could not be loaded with another number of ranks or loader workers.
+    This includes those of libraries that only count in it, for a state of their own: this package's is one of any
+    numbers of ranks and loader workers.
     """
     if not isinstance(loader, DataLoader):
         return False
-    return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
+    counts = type(loader).__module__.startswith(_COUNTING) and not hasattr(loader.dataset, _OF_LITDATA)
+    return type(loader).__iter__ is DataLoader.__iter__ or counts
 
 
 def is_stateful(owner: Any) -> bool:
@@ -269,13 +276,15 @@ class PlainSource(Source):
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
         before, first = position.get("batches", 0), position.get("first")
+        loaded = self._load(epoch, position, rule)
+        kept = KeptState(self._loader, loaded) if self._is_stateful else None
 
         def behind(offset: int, batches: int, first: int) -> State:
-            own = {"loader": copy.deepcopy(self._loader.state_dict())} if self._is_stateful else {}
+            own = {} if kept is None else kept.position()
             return {"offset": offset, "batches": before + batches, "first": first, **own}
 
-        loaded = self._load(epoch, position, rule)
-        return Begun(epoch, position, rounds_of_loaded(loaded, rule, self._dim, position["offset"], behind, first))
+        made = loaded if kept is None else iter(kept)
+        return Begun(epoch, position, rounds_of_loaded(made, rule, self._dim, position["offset"], behind, first))
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position must say how many batches precede it."""
@@ -293,11 +302,50 @@ class PlainSource(Source):
         if self._is_stateful and "loader" in position:
             # A copy: the loader may keep and modify it, and the pass's own position still refers to it.
             self._loader.load_state_dict(copy.deepcopy(position["loader"]))
-            done = 0
-        elif done:
+            return _continued(iter(self._loader), position, type(self._loader).__name__)
+        if done:
             kind = type(self._loader).__name__
             logger.warning("the loop reads and discards the first %d samples of %s: it has no state_dict", done, kind)
         return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
+
+
+class KeptState:
+    """The batches of a loader with a state of its own, and that state at a batch before the last one. It is copied as
+    often as costs little time: it may hold all data. What follows it is read again at a resume, and then shows whether
+    the loader continues from it as it did."""
+
+    def __init__(self, loader: Any, loaded: Iterator[Loaded]) -> None:
+        self._loader, self._loaded = loader, loaded
+        self._state: Any = None
+        self._since = self._mark = self._due_ns = 0
+
+    def __iter__(self) -> Iterator[Loaded]:
+        while True:
+            if (began := perf_counter_ns()) >= self._due_ns:
+                self._state, self._since = copy.deepcopy(self._loader.state_dict()), 0
+                ended = perf_counter_ns()
+                self._due_ns = ended + (ended - began) * _STATE_SHARE
+            if (each := next(self._loaded, None)) is None:
+                return
+            self._since += 1
+            self._mark = mark_of(glimpse(each[0]))
+            yield each
+
+    def position(self) -> State:
+        return {"loader": self._state, "since": self._since, "mark": self._mark}
+
+
+def _continued(batches: Iterator[Any], position: State, kind: str) -> Iterator[Loaded]:
+    """The batches of a loader that has loaded a state, after those that were delivered behind that state."""
+    last = [*islice(batches, position.get("since", 0))][-1:]
+    if last and mark_of(glimpse(last[0])) != position["mark"]:
+        logger.warning(
+            "%s does not continue from its state_dict as it did: the batch after that state is another one, so samples "
+            "of this epoch are lost or repeated, unless it draws them at random; give it an order that its state "
+            "includes, or use a DataLoader with that sampler, which resumes exactly",
+            kind,
+        )
+    return zip(batches, repeat(None))
 
 
 class ItemSource(PlainSource):

@@ -10,6 +10,9 @@ The stream is cut into parts by the first of these that can:
 On a single rank nothing is cut, and loader workers read what they read with torch; but where all of them begin with the
 same sample, though each knows its number, they read one stream, and the stride gives each its part.
 
+Parts that the dataset has cut stay as they are until the epoch ends: other ranks and workers that continue it share
+them, and each reads its own one after another. `stream_parts.py` makes the dataset of any of them.
+
 The stride assumes that all parts read the same stream. So the workers' random number generators are seeded alike, and
 what the parts have seen is compared. `lockstep.py` says what a part is, and counts what was taken of each.
 
@@ -22,10 +25,9 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,16 @@ from unisono.loaders.made_rows import collated
 from unisono.loaders.packing import Packed
 from unisono.loaders.sharding import Rule, check_sizes_known, fingerprint, glimpse, mark_of, measure
 from unisono.loaders.sources import LOOKED_AT, Begun, Loaded, Source, State, is_stateful, rounds_of_loaded
+from unisono.loaders.stream_parts import (
+    PROTOCOL,
+    continues_anywhere,
+    cuts_by_node,
+    is_of,
+    is_sized_by_rank,
+    move,
+    part_of,
+    twin_of,
+)
 from unisono.loaders.workers import WorkerPool, use_worker_info
 from unisono.outcome import Outcome
 from unisono.randomness import mixed, seed_all, seed_of, seeded
@@ -74,9 +86,16 @@ class StreamSource(Source):
         """The loader workers are started in the calling thread. With several ranks, the position of a piece is the
         `Read` of its batch, for `Lockstep`."""
         before, loader = StreamPosition.of_state(position), self._loader()
+        if continues_anywhere(loader.dataset, self._rank, self._ranks):
+            own = move(loader.dataset, epoch, before.offset, before.own)
+            before = StreamPosition(before=before.offset, own=own)
         dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-        taken = (before if before.offset else StreamPosition(by)).cut_for(self._ranks, max(loader.num_workers, 1))
-        if before.offset and any(taken.here.parts[part].state is None for part in taken.parts_of(self._rank)):
+        is_begun = before.offset > before.before
+        taken = before if is_begun else before._replace(by=by, is_of_rank=by == "dataset")
+        taken = taken.cut_for(self._ranks, max(loader.num_workers, 1))
+        parts = taken.parts_of(self._rank, self._ranks, max(loader.num_workers, 1))
+        datasets = self._datasets_of(parts, taken, loader.num_workers, dataset)
+        if is_begun and any(taken.here.parts[part].state is None for each in parts for part in each):
             logger.warning("rank %d resumes the stream by reading and discarding what was delivered", self._rank)
         size, sharing = loader.batch_size, self._ranks if rule.split == "global" and not rule.is_cut else 1
         if size and size % sharing:
@@ -88,7 +107,8 @@ class StreamSource(Source):
         drop_last = loader.drop_last or rule.tail == "drop"
         init, dim = loader.worker_init_fn, self._dim
         reader = PartReader(dataset, loader.collate_fn, dim, size, drop_last, init, self._rank, by, self.seed, taken)
-        shows_first = by == "worker" and self._has_own is None
+        reader.parts, reader.datasets = parts, datasets
+        shows_first = by == "worker" and self._has_own is None and not is_begun
         made = self._make_batches(loader, reader, rule, epoch, shows_first)
         if shows_first:
             first = [read for _, _, read in islice(made, loader.num_workers)]
@@ -149,32 +169,73 @@ class StreamSource(Source):
         StreamPosition.of_state(position)
         super().seek(epoch, position, rule)
 
+    @property
+    def length(self) -> int | None:
+        """As in `Source`; None of a dataset that knows only its rank's, which is another one on other ranks."""
+        return None if self._is_sized_by_rank else super().length
+
+    @property
+    def _is_sized_by_rank(self) -> bool:
+        return is_sized_by_rank(self._sized, self._rank, self._ranks)
+
     def num_rounds(self, rule: Rule) -> int:
-        return rule.rounds_of(len(self._loader()))
+        return (Rule() if self._is_sized_by_rank else rule).rounds_of(len(self._loader()))
 
     def _cut_by_rank(self, dataset: Any, rule: Rule, before: StreamPosition) -> tuple[Any, Cutter]:
         """This rank's stream from `before` on, and what cuts it."""
         rank, ranks = self._rank, self._ranks
         if rule.is_cut:
             return dataset, "caller"
+        is_begun = before.offset > before.before
+        if before.keeps_parts:
+            return (dataset, "dataset") if before.is_of_rank else (part_of(dataset, 0, 1), "stride")
         # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
-        if before.offset and before.by == "stride":
-            return dataset, "stride"
+        if is_begun and before.by == "stride":
+            return part_of(dataset, 0, 1), "stride"
         if ranks == 1:
             # What torch gives: only loader workers that read the same are given parts.
-            has_own = self._loader().num_workers > 1 and (before.offset or self._has_own is not False)
+            has_own = self._loader().num_workers > 1 and self._has_own is not False
             return dataset, "worker" if has_own else "stride"
         is_part = self._is_part or getattr(dataset, "_distributed", None) is not None
-        if is_part or _cuts_by_node(dataset, rank, ranks):
+        if is_part or cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"  # by datasets.distributed.split_dataset_by_node, or by itself
-        if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
-            by_node: Any = import_module("datasets.distributed")  # `shard` would leave ranks empty if files are few
-            return by_node.split_dataset_by_node(dataset, rank, ranks), "dataset"
-        # By name: under other names the numbers may mean something else. By stride if it fails: every rank reads all.
-        with suppress(Exception):
-            if isinstance(part := dataset.shard(num_shards=ranks, index=rank), Iterable):
-                return part, "dataset"
-        return dataset, "stride"
+        # By stride if it cannot be cut: every rank reads all.
+        part = None if is_of(dataset, "webdataset") else part_of(dataset, rank, ranks)
+        return (dataset, "stride") if part is None else (part, "dataset")
+
+    def _datasets_of(
+        self, parts: list[list[int]], taken: StreamPosition, num_workers: int, dataset: Any
+    ) -> dict[int, Any]:
+        """The datasets of parts that were cut by ranks when the pass began, by rank; StateError if they cannot be cut
+        so here."""
+        if not taken.keeps_parts:
+            return {}
+        ranks, workers = taken.here[:2]
+        row = workers if taken.is_of_rank else len(taken.here.parts)
+        if taken.by == "worker" and row > 1 and not num_workers:
+            raise StateError(
+                f"the state was saved by {ranks} rank(s) with {workers} loader worker(s) each, and the stream was cut "
+                "by their numbers, which a loop with num_workers=0 cannot tell it; use num_workers=1 or more"
+            )
+        if self._rank == 0 and len(taken.here.parts) % self._ranks:
+            least, more = divmod(len(taken.here.parts), self._ranks)
+            logger.warning(
+                "this epoch was begun by %d parts, of which %d rank(s) carry %d and the others %d: until it ends, the "
+                "others repeat samples that do not count once theirs have ended; the next epoch is cut evenly",
+                len(taken.here.parts), more, least + 1, least,
+            )  # fmt: skip
+        found: dict[int, Any] = {}
+        for rank in sorted({part // workers for each in parts for part in each} if taken.is_of_rank else ()):
+            is_own = (rank, ranks) == (self._rank, self._ranks)
+            is_own = is_own and bool(self._is_part or cuts_by_node(dataset, rank, ranks))
+            found[rank] = dataset if is_own else part_of(dataset, rank, ranks)
+            if found[rank] is None:
+                raise StateError(
+                    f"the state was saved by {ranks} rank(s), each of which read its own part, and here are "
+                    f"{self._ranks}; of a {type(dataset).__name__}, the part of another rank cannot be made: "
+                    f"{PROTOCOL}; or resume with {ranks} rank(s), or restart the epoch by set_epoch"
+                )
+        return found
 
     def _make_batches(
         self, loader: DataLoader[Any], reader: PartReader, rule: Rule, epoch: int, shows_first: bool
@@ -191,20 +252,6 @@ class StreamSource(Source):
         reader.set_epoch(epoch)
         reader.cell[1] = shows_first
         return pool.serve(seed_of(self.seed, epoch, "workers", self._rank))
-
-
-def _cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
-    """Whether it is a webdataset pipeline that splits its shards by node, or a dataset of mosaicml-streaming, which has
-    found the rank. It cannot be noticed otherwise: cut again, each rank would miss samples."""
-    stages = getattr(dataset, "pipeline", ())
-    if type(dataset).__module__.startswith("webdataset.") and isinstance(stages, list | tuple):
-        webdataset: Any = import_module("webdataset")
-        splits = any(stage is webdataset.split_by_node for stage in stages)
-        return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
-    if not any(kind.__module__.startswith("streaming.base.") for kind in type(dataset).__mro__):
-        return False
-    seen: Any = import_module("streaming.base.world").World.detect()
-    return (seen.rank, seen.num_ranks) == (rank, ranks)
 
 
 Made = tuple[Any, int | None, Read]  # a batch of one part, its number of rows, if that is known, and what it leaves
@@ -224,8 +271,11 @@ class PartReader(IterableDataset[Packed]):
     by: Cutter  # "stride" becomes "worker" if the dataset turns out to use `get_worker_info()`
     seed: int
     taken: StreamPosition  # where the pass begins for which the workers are started
+    parts: list[list[int]] = field(default_factory=list)  # those of each worker, which reads them one after another
+    datasets: dict[int, Any] = field(default_factory=dict)  # by the rank that each part was cut for, if not `dataset`
 
     def __post_init__(self) -> None:
+        self.parts = self.taken.parts_of(self.rank, *self.taken.here[:2])
         # The epoch, and whether each worker sends a mark of its first sample before its batches; shared with persistent
         # workers. On the CPU even if the user has set another default device.
         self.cell = torch.zeros(2, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
@@ -234,20 +284,37 @@ class PartReader(IterableDataset[Packed]):
         """Set the epoch of the workers' next pass, before they begin it. The dataset's, too: workers that share its
         memory (HuggingFace's) would change it all at once, and add it up."""
         self.cell[0] = epoch
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
+        for dataset in self.datasets.values() or (self.dataset,):
+            if callable(getattr(dataset, "set_epoch", None)):
+                dataset.set_epoch(epoch)
+
+    def dataset_of(self, part: int) -> Any:
+        return self.datasets.get(part // self.taken.here.workers, self.dataset)
 
     def start(self, worker: int) -> None:
-        """The worker_init_fn: tell the dataset which part it reads, then call the user's function."""
+        """The worker_init_fn."""
         info: Any = get_worker_info()
-        part, row = self.taken.parts_of(self.rank)[worker], self.taken.here.workers
+        self._enter(next(iter(self.parts[worker]), 0), worker, info.seed)
+
+    def _enter(self, part: int, worker: int, seed: int) -> AskedInfo:
+        """Tell the dataset, in a loader worker, which part it reads, then call the user's worker_init_fn."""
+        row, dataset = self.taken.here.workers, self.dataset_of(part)
         number = part % row
         if self.by == "stride":
             number, row = part, len(self.taken.here.parts)
             answer_as_one_rank()
-        use_worker_info(AskedInfo(number=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
+        if self.goes_on == "stride":  # whoever asks reads the whole stream
+            number, row = 0, 1
+        asked = AskedInfo(number=number, row=row, seed=seed, dataset=dataset, worker=worker)
+        use_worker_info(asked)
         if self.init is not None:
-            self.init(number)
+            self.init(part % self.taken.here.workers if self.by != "stride" else part)
+        return asked
+
+    @property
+    def goes_on(self) -> Cutter | None:
+        """What has cut the stream where the pass goes on; None where it begins."""
+        return self.taken.by if self.taken.offset > self.taken.before and self.by != "caller" else None
 
     def __iter__(self) -> Iterator[Packed]:
         info: Any = get_worker_info()
@@ -259,8 +326,14 @@ class PartReader(IterableDataset[Packed]):
             yield Packed(error=error)
 
     def made(self, epoch: int, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
-        """The batches of the part that `worker` reads. `asked` records whether the dataset uses `get_worker_info()`."""
-        part = PartSamples(self, self.taken.parts_of(self.rank)[worker], asked)
+        """The batches of a worker's parts. `asked` records whether the dataset uses `get_worker_info()`."""
+        for place, part in enumerate(self.parts[worker]):
+            if place and asked is not None:
+                asked = self._enter(part, worker, asked.seed)
+            yield from self._made_of(part, epoch, asked)
+
+    def _made_of(self, number: int, epoch: int, asked: AskedInfo | None) -> Iterator[Made]:
+        part = PartSamples(self, number, asked)
         samples = part.samples(epoch)
         try:
             if self.cell[1]:
@@ -324,7 +397,8 @@ class PartSamples:
         # For each layer: the samples that have reached it, their marks, and a mark of the first of them.
         self.seen = [tuple(each) for each in state["seen"]] if state else [(0, 0, 0, 0)] * len(self._layers)
         self._has_ended = bool(state) and state["dataset"] is None
-        self._is_stateful = is_stateful(reader.dataset) and not _has_shuffle_buffer(reader.dataset)
+        self._dataset = reader.dataset_of(number)
+        self._is_stateful = is_stateful(self._dataset) and not _has_shuffle_buffer(self._dataset)
         self._first: Position | None = None  # after the first of them
         self._before = self._position  # without the last of them
         self._by: Cutter | None = None  # known once the first sample is read, and so are
@@ -339,18 +413,23 @@ class PartSamples:
         if asked is not None:
             asked.is_late = False
             seed_all(seed)  # before `iter`, in which many datasets shuffle
+            if reader.goes_on == "dataset" and reader.taken.here.workers == 1:
+                use_worker_info(None)  # as where it was cut, perhaps in the loop's process
         reader.set_epoch(epoch)
+        source = None
         if state := self._position.state:
-            reader.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+            source = self._continued(state, self._seed(epoch, reader.taken.by) if asked is not None else None)
+        if source is not None:
             seed = self._seed(epoch, reader.taken.by)
-        source = iter(reader.dataset)
+        else:
+            source = iter(self._dataset)
         while True:
             if asked is not None:
                 seed_all(mixed(seed, self.seen[0][0]))
             sample = next(source, _END)
             if self._by is None:
-                self._by = reader.by
-                if asked is not None and reader.by != "caller":
+                self._by = reader.goes_on or reader.by
+                if asked is not None and reader.goes_on is None and reader.by != "caller":
                     asked.is_late = not asked.was_asked and reader.by != "worker"
                     self._by = "worker" if asked.was_asked else reader.by
                 reader.taken.check_cut(self._by)
@@ -366,6 +445,29 @@ class PartSamples:
             if number < max((layer.parts[part].taken - 1) * len(row) + turn + 1 for turn, part in enumerate(row)):
                 raise StateError(_OTHER)
 
+    def _continued(self, state: Any, seed: int | None) -> Iterator[Any] | None:
+        """The samples after a state of the dataset's own; None if it cannot continue there, so that they are read from
+        the beginning."""
+        is_shared = is_of(self._dataset, "datasets")  # by parts of a rank; and it keeps the state
+        dataset = twin_of(self._dataset) if is_shared else self._dataset
+        try:
+            dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+            source = iter(dataset)
+            if seed is not None:
+                seed_all(mixed(seed, self.seen[0][0]))
+            first = next(source, _END)
+        except Exception as error:
+            if not is_shared:
+                raise
+            kind = type(dataset).__name__
+            # As text: the error would keep the frames, and all that they hold, wherever the record is kept.
+            said = repr(error)
+            logger.warning("%s cannot continue from its own state (%s): what precedes is read again", kind, said)
+            self.seen = [(0, 0, 0, 0)] * len(self._layers)
+            return None
+        self._dataset = dataset
+        return chain(() if first is _END else (first,), source)
+
     def _seed(self, epoch: int, by: Cutter) -> int:
         return seed_of(self._reader.seed, epoch, self._reader.taken.here.row_of(by, self.number).start)
 
@@ -375,7 +477,7 @@ class PartSamples:
         if self._is_stateful:
             # With a copy, since some datasets return what they go on modifying. At the end there is none: it might
             # be that of a new beginning.
-            own = None if self._has_ended else copy.deepcopy(self._reader.dataset.state_dict())
+            own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
             state = {"dataset": own, "seen": [list(each) for each in self.seen]}
         earlier = [each for each in (self._first, self._before) if each is not None and each.taken]
         return Read(self.number, self._position, self._by or self._reader.by, state, tuple(earlier))
