@@ -228,5 +228,7 @@ def print_failure(error: Exception) -> int:
         text = traceback_of(error)
     text = text if shows_all_frames() else fold_frames(text)
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
+    if isinstance(error, UnisonoError) and type(error).__module__ == UnisonoError.__module__:
+        notes.append(f"docs/errors.md has causes of a {type(error).__name__}, and what to do")
     print("\n".join([text.rstrip(), *notes]), file=sys.stderr, flush=True)
     return exit_code_of(error)

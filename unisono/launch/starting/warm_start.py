@@ -52,15 +52,17 @@ def check_directory(directory: Path) -> None:
 def connect() -> socket.socket | None:
     """A connection to the warm process, or None if there is none. PermissionError: it is somebody else's."""
     path = socket_path()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        check_directory(path.parent)
-        sock.settimeout(_ANSWER_S)
-        sock.connect(str(path))
-    except (FileNotFoundError, NotADirectoryError, ConnectionError):
-        return None
-    if peer_uid(sock) != os.getuid():
-        raise PermissionError(f"{path} is listened to by another user")
+    with contextlib.ExitStack() as unused:
+        sock = unused.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            check_directory(path.parent)
+            sock.settimeout(_ANSWER_S)
+            sock.connect(str(path))
+        except (FileNotFoundError, NotADirectoryError, ConnectionError):
+            return None
+        if peer_uid(sock) != os.getuid():
+            raise PermissionError(f"{path} is listened to by another user")
+        unused.pop_all()
     return sock
 
 

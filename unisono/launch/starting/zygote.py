@@ -41,6 +41,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -342,7 +343,8 @@ def _remove_unread(control: socket.socket) -> None:
 def import_for_optimizers() -> None:
     """Import what the first optimizer of a worker would import. Turns garbage collection off until the next fork."""
     gc.disable()
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: as errors (`python -W error`), they would end the import
         for name in _FOR_OPTIMIZERS:
             importlib.import_module(name)
 

@@ -188,10 +188,13 @@ def close_all() -> None:
 
 def _forget_in_child() -> None:
     """Close the sockets in a fork of the caller: the zygote notices the caller's death by their end of stream."""
-    # Dropped, not closed: `close` would wait for a process that is the parent's child.
-    clients.clear()
     for sock in list(_sockets):
         sock.close()
+    # Dropped, not closed: `close` would wait for a process that is the parent's child.
+    for client in clients.values():
+        if not isinstance(client.process, ForkedProcess):
+            client.process.returncode = 0  # or it would warn that this process has not waited for it
+    clients.clear()
     _lock.release()
 
 

@@ -7,6 +7,7 @@ state, and extracts from a plain state the part that a rank keeps.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -92,7 +93,9 @@ def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     parameters = parameters_of(optimizer)
     # Contiguous parameters are sent in one piece for each rank, which would lose other memory formats.
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that module's use of torch.jit, before torch 2.14
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kept: dict[str, Any] = {"optimizer_class": type(optimizer), "parameters_as_bucket_view": shares_memory}
     sharded = _make(optimizer, partial(ZeroRedundancyOptimizer, **kept))
