@@ -1,0 +1,54 @@
+"""The house stays small: each room has the lines it has, and what is long does not grow.
+
+The numbers are in `budgets.toml`. A change that needs more says why, in a comment beside the number; one that needs
+less lowers it.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "unisono"
+BUDGETS = tomllib.loads((Path(__file__).parent / "budgets.toml").read_text())
+LONG_FILE, LONG_FUNCTION = 400, 60
+SLACK = 0.03  # of a room: what it may be below its number, so that not every change has to touch the table
+
+LINES = {path.relative_to(PACKAGE).as_posix(): path.read_text().count("\n") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def functions() -> Iterator[tuple[str, int]]:
+    for path in LINES:
+        for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path}:{node.name}", (node.end_lineno or 0) - node.lineno + 1
+
+
+def rooms() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path, lines in LINES.items():
+        found[path.partition("/")[0] if "/" in path else "top"] += lines
+    return found
+
+
+@pytest.mark.parametrize("room", sorted({*rooms(), *BUDGETS["rooms"]}))
+def test_a_room_has_the_lines_of_its_budget(room):
+    lines, budget = rooms()[room], BUDGETS["rooms"].get(room, 0)
+    assert lines <= budget, f"{room} has {lines} lines, {lines - budget} more than tests/budgets.toml gives it"
+    assert lines >= (1 - SLACK) * budget, f"{room} has {lines} lines now: lower its {budget} in tests/budgets.toml"
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "limit"), [("files", LINES, LONG_FILE), ("functions", dict(functions()), LONG_FUNCTION)]
+)
+def test_what_is_long_is_known_and_does_not_grow(kind, found, limit):
+    known = BUDGETS[kind]
+    long = {name: lines for name, lines in found.items() if lines > limit}
+    grown = {name: lines for name, lines in long.items() if lines > known.get(name, limit)}
+    assert not grown, f"longer than {limit} lines, or than tests/budgets.toml says: {grown}; divide them"
+    assert not (gone := known.keys() - long.keys()), f"no longer long: take {sorted(gone)} out of tests/budgets.toml"
