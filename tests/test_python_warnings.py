@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ if __name__ == "__main__":
 def run(directory: Path, script: str, *command: str) -> str:
     """What the script writes to stderr, by a fresh interpreter that makes errors of warnings."""
     (directory / "train.py").write_text(script)
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(directory)}  # no `unisono warm` of this user's
+    # No `unisono warm` of this user's; and short, since loader workers pass memory by sockets in it.
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": tempfile.mkdtemp(prefix="uni-")}
     done = subprocess.run(
         [sys.executable, "-W", "error", *command, "train.py"],
         cwd=directory,

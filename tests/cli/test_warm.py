@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faults import PATIENCE_S, Ear, Line, survivors
+from faults import PATIENCE_S, Ear, Line, survivors, until
 
 from unisono.launch.starting import warm_start
 
@@ -356,3 +357,71 @@ def test_what_cannot_be_imported_once_is_refused(own, arguments, code, message):
     found, output, errors = own.run("warm", *arguments)
     assert (found, output) == (code, "")
     assert message in errors
+
+
+def test_a_descriptor_that_the_script_would_inherit_is_there(shared):
+    (shared.directory / "opens.py").write_text("import sys\nprint(open(sys.argv[1]).read())\n")
+    reading, writing = os.pipe()
+    os.write(writing, b"data")
+    os.close(writing)
+    code, output, errors = shared.run("run", "-n", "1", "opens.py", f"/dev/fd/{reading}", pass_fds=[reading])
+    os.close(reading)
+    assert (code, output) == (0, "data\n"), errors
+    assert f"it would not have the open descriptors [{reading}]" in errors
+
+
+def test_a_module_beside_the_script_is_imported_in_place_of_a_preloaded_one(shared):
+    directory = shared.directory / "other"
+    directory.mkdir()
+    (directory / "beside.py").write_text("value = 'own'\n")
+    (directory / "uses.py").write_text("import beside\nprint(beside.value)\n")
+    code, output, errors = shared.run("run", "-n", "1", "other/uses.py")
+    assert (code, output) == (0, "own\n"), errors
+    assert f"{directory / 'beside.py'} is not the beside that was imported there" in errors
+
+
+def test_a_command_that_is_paused_pauses_its_run(shared, ear):
+    with waiting(shared, ear) as (process, pids):
+        launcher = psutil.Process(pids[-1])
+        process.send_signal(signal.SIGTSTP)
+        until(lambda: launcher.status() == psutil.STATUS_STOPPED)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        process.send_signal(signal.SIGCONT)
+        until(lambda: launcher.status() != psutil.STATUS_STOPPED)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == -signal.SIGTERM
+    assert not survivors(pids)
+
+
+LEFT = """
+import atexit, csv, gc, gzip, io, sys
+where = sys.argv[1] + "-" + __import__("os").environ.get("RANK", "0")
+plain = open(where + ".txt", "w"); plain.write("last line")
+early = open(where + ".csv", "w"); csv.writer(early).writerow([1, 2])
+packed = io.TextIOWrapper(gzip.open(where + ".gz", "wb")); packed.write("packed")
+sys.left = plain, early, packed
+if "freeze" in sys.argv:
+    gc.freeze()
+atexit.register(lambda: plain.write(", and one at the exit"))
+if "raise" in sys.argv:
+    raise ValueError
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("how", ["end", "freeze", "raise"])
+@pytest.mark.parametrize("is_fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["warm", "fresh"])
+def test_what_a_script_leaves_open_is_written_to_its_end(shared, ranks, how, is_fresh):
+    (shared.directory / "leaves.py").write_text(LEFT)
+    place = shared.directory / f"left-{ranks}-{how}"
+    options = {"env": {**shared.environ, "TMPDIR": "/var/tmp"}} if is_fresh else {}
+    code, _, errors = shared.run("run", "-n", ranks, "--backend", "cpu", "leaves.py", str(place), how, **options)
+    assert code == int(how == "raise"), errors
+    # Others are killed when the first has failed.
+    failed = re.search(r"rank (\d) of", errors)
+    for rank in [int(failed[1])] if failed else range(int(ranks)):
+        end = "" if failed and ranks == "2" else ", and one at the exit"
+        assert Path(f"{place}-{rank}.txt").read_text() == f"last line{end}"
+        assert Path(f"{place}-{rank}.csv").read_text() == "1,2\n"
+        assert gzip.decompress(Path(f"{place}-{rank}.gz").read_bytes()) == b"packed"

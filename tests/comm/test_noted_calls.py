@@ -55,7 +55,7 @@ def test_calls_that_differ_are_named_with_their_places_at_once(run, call, action
     began = time.monotonic()
     code, _, errors = run(PROGRAM.format(call=call))
     assert code == 1
-    assert "CollectiveMismatchError: rank 0 called all_reduce(float32 of 4 elements) in evaluate" in errors
+    assert "unisono: rank 0 called all_reduce(float32 of 4 elements) in evaluate" in errors
     assert f"while rank 1 called {action} in save" in errors
     assert time.monotonic() - began < SOON_S  # gloo would wait for half an hour
 

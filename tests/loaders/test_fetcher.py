@@ -96,7 +96,7 @@ def test_an_error_comes_in_its_own_type_with_its_place_behind_the_rounds_before_
             if count == 1:
                 assert [each.tolist() for each in iterator] == [[start, start + 1] for start in range(22, 40, 2)]
                 continue
-            assert "this ends the loop: a batch that cannot be read is skipped by the next next() only on one" in shown
+            assert "this ends the loop: only on one rank, over a map-style dataset, can a loop go on after it" in shown
             for _ in range(2):
                 with pytest.raises(RuntimeError, match="the loop has ended with TwoFactsError: code 21 at a/path; "):
                     next(iterator)
@@ -304,5 +304,5 @@ def test_on_several_ranks_or_over_a_stream_the_loop_ends_and_says_so(make: Any) 
     for mode in (THREADS_2, PROCESSES_2) if isinstance(make(), Picky) else (SOLO,):
         shown = [each for each in mode.run(body) if each]
         assert len(shown) == 1, "the rank whose piece failed"
-        assert "this ends the loop: a batch that cannot be read is skipped" in shown[0][0]
+        assert "this ends the loop: only on one rank, over a map-style dataset" in shown[0][0]
         assert all("RuntimeError: the loop has ended with " in each for each in shown[0][1:]), shown

@@ -162,7 +162,7 @@ def test_what_failed_and_what_is_missing_is_on_the_page_by_run(paths: tuple[Path
         (["ONE", "OTHER", "-o", "page.pdf"], "-o page.pdf names no page: its name ends with .html"),
         (["ONE", "OTHER", "-o", "none/page.html"], "there is no directory none; create it, or name another one"),
         (["ONE", "-o", "page.html"], "the following arguments are required: RUN2"),
-        (["ONE", "none", "-o", "page.html"], "none holds no record of a run"),
+        (["ONE", "none", "-o", "page.html"], "none is no directory"),
         (["ONE", "ONE", "-o", "page.html"], "both are the run "),
         (["ONE", "OTHER", "-o", "is.html"], "is.html"),
     ],

@@ -12,7 +12,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
+from itertools import chain
+from typing import Any, NoReturn
 
 COMMANDS = ("run", "doctor", "checkpoint", "report", "compare", "replay", "top", "warm", "simulate")
 
@@ -25,6 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (code := hand_over(sys.argv[1:])) is not None:
             return code
     return run_command(sys.argv[1:] if argv is None else argv)
+
+
+def _refuse_unknown(command: Any, unknown: list[str]) -> NoReturn:
+    known = [option for action in command._actions for option in action.option_strings]
+    near = [*chain(*(get_close_matches(each.partition("=")[0], known, 1) for each in unknown))]
+    command.print_usage(sys.stderr)
+    advice = f"; is it {near[0]}?" if near else ""
+    print(f"{command.prog}: error: there is no option {unknown[0]}{advice}", file=sys.stderr)
+    sys.exit(2)
 
 
 def run_command(arguments: Sequence[str], inherited: int | None = None) -> int:
@@ -44,7 +56,9 @@ def run_command(arguments: Sequence[str], inherited: int | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse_unknown(subparsers.choices[arguments[0]], unknown)
     parsed.inherited = inherited
     try:
         code = int(parsed.run(parsed))

@@ -8,7 +8,9 @@ options, or from the environment set by Kubernetes or a SLURM step.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import shlex
 import sys
 import time
@@ -18,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.cli import run_options
 from unisono.cli.run_options import endpoint_of, node_range
-from unisono.errors import BrokenWorldError, CollectiveMismatchError, RemoteError, RemoteTraceback, UnisonoError
+from unisono.errors import RemoteError, RemoteTraceback, UnisonoError, WorkerDiedError, WorkerHungError
+from unisono.launch.starting.process_ends import close_files
 from unisono.launch.starting.warm_at_import import warm_early
 
 if TYPE_CHECKING:
@@ -112,6 +115,8 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     from unisono.launch.spawn import spawn
 
     nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
+    if nproc == 1:  # in this process, after the exit functions of the script; runpy keeps its globals, and their files
+        atexit.register(close_files, gc.get_freeze_count())
     args = target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}
     # A single worker's stdout stays a terminal.
     prefix: Literal["several", False] = "several" if nproc > 1 and not parsed.no_prefix else False
@@ -207,9 +212,23 @@ def _print_refusal(error: Exception) -> int:
 
 def has_run(error: Exception) -> bool:
     """Whether the run itself failed, rather than the arguments of our call of `spawn`."""
-    if isinstance(error, UnisonoError) or isinstance(error.__cause__, RemoteTraceback):
+    return isinstance(error, UnisonoError) or _is_of_script(error)
+
+
+def _is_of_script(error: Exception) -> bool:
+    """Whether the script has raised it, in a worker or in this process."""
+    if isinstance(error, WorkerDiedError | WorkerHungError):
+        return False
+    if isinstance(error.__cause__, RemoteTraceback):
         return True
     return any(frame.name == "run_target" for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _page_of(kind: type[UnisonoError]) -> str:
+    from importlib.metadata import metadata
+
+    links = dict(each.split(", ", 1) for each in metadata("unisono").get_all("Project-URL") or ())
+    return f"causes, and what to do: {links.get('Documentation', 'docs/')}errors/#{kind.__name__.lower()}"
 
 
 def print_failure(error: Exception) -> int:
@@ -219,16 +238,16 @@ def print_failure(error: Exception) -> int:
     from unisono.outcome import traceback_of
     from unisono.stacks import fold_frames
 
-    lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # the traceback shows where in the script
-    if isinstance(error, UnisonoError) and not isinstance(error, RemoteError) and not lost_step:
-        text = f"unisono: {error}\n"  # complete without a traceback
-    elif isinstance(error.__cause__, RemoteTraceback):
+    is_of_script = _is_of_script(error)
+    if is_of_script and isinstance(error.__cause__, RemoteTraceback):
         text = error.__cause__.text
-    else:
+    elif is_of_script or not isinstance(error, UnisonoError) or isinstance(error, RemoteError):
         text = traceback_of(error)
+    else:
+        text = f"unisono: {error}\n"  # complete without a traceback
     text = text if shows_all_frames() else fold_frames(text)
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
-    if isinstance(error, UnisonoError) and type(error).__module__ == UnisonoError.__module__:
-        notes.append(f"docs/errors.md has causes of a {type(error).__name__}, and what to do")
+    if isinstance(error, UnisonoError) and type(error) is not UnisonoError:
+        notes.append(_page_of(type(error)))
     print("\n".join([text.rstrip(), *notes]), file=sys.stderr, flush=True)
     return exit_code_of(error)

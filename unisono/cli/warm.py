@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import sys
 import time
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
+from unisono.cli import run_options
 from unisono.cli.main import run_command
 from unisono.cli.run_options import parse_modules
 
@@ -65,7 +67,18 @@ def serve(control: int) -> NoReturn:
     """What the process runs; `control` is a socket to who has started it."""
     from unisono.launch.starting.warm_process import main
 
-    main(control, run_command)
+    main(control, run_command, _script_directory)
+
+
+def _script_directory(arguments: list[str], directory: str) -> str | None:
+    """Where the script of a command line is that was called in that directory; None where there is no script."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    run_options.add_parser(parser.add_subparsers())
+    try:
+        parsed, _ = parser.parse_known_args(arguments)
+    except (SystemExit, argparse.ArgumentError):  # which the command says itself
+        return None
+    return directory if parsed.module else os.path.dirname(os.path.join(directory, parsed.target))
 
 
 def _stop() -> str:

@@ -36,7 +36,7 @@ _METHODS: dict[str, tuple[str, int | None]] = {
     "allgather_into_tensor_coalesced": ("all_gather_into_tensor", None),
     "gather": ("gather", None),
     "scatter": ("scatter", 0),
-    "reduce_scatter": ("reduce_scatter", 0),
+    "reduce_scatter": ("reduce_scatter", None),
     "_reduce_scatter_base": ("reduce_scatter_tensor", 0),
     "reduce_scatter_single": ("reduce_scatter_tensor", 0),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor", None),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -50,7 +51,7 @@ from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import Settings
 from unisono.launch.starting.allocator import keep_freed_memory
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.launch.starting.process_ends import name_process
+from unisono.launch.starting.process_ends import close_files, name_process
 from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.report.record import Recorder
@@ -74,6 +75,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     recorder: Recorder | None = None
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")
+    num_frozen = gc.get_freeze_count()
     try:
         job = read_job(job_fd)
         place = job.place_of(rank)
@@ -114,6 +116,8 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     for stream in (sys.stdout, sys.stderr):  # first: once the caller knows of a failure, it may signal this process
         with contextlib.suppress(Exception):
             stream.flush()
+    if outcome.error is not None:
+        close_files(num_frozen)
     with contextlib.suppress(Exception):  # whatever is wrong with the record, the outcome is reported
         if recorder is not None:
             recorder.end(outcome.error)
@@ -130,6 +134,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
             # Exit functions may take longer; the supervisor limits them.
             signal.alarm(0)
             atexit._run_exitfuncs()  # what fn has registered, and what has to be flushed
+            close_files(num_frozen)
     os._exit(int(outcome.error is not None))
 
 

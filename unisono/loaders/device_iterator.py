@@ -31,8 +31,8 @@ from unisono.virtual_ranks import WITNESS, seed_behind
 from unisono.world import World
 
 _RULE = (
-    "a batch that cannot be read is skipped by the next next() only on one rank, over a map-style dataset; let the "
-    "dataset or collate_fn leave such samples out"
+    "only on one rank, over a map-style dataset, can a loop go on after it; let the dataset or collate_fn leave out "
+    "samples that cannot be read"
 )
 _ENDS = f"this ends the loop: {_RULE}"
 _ENDED = f"the loop has ended with {{}}; {_RULE}"

@@ -45,14 +45,17 @@ class Tuner:
         self._settled_at: float | None = None  # batches a second, with a number that stays
         self._late = 0  # windows in a row in which data were waited for, though
         self._used = _used_of_machine()
+        self._elapsed = self._waited = self._count = 0  # of the window so far, in nanoseconds and batches
+        self._counts_from = 0
         self.begin(0)
 
     def begin(self, fewest: int) -> None:
-        """A loop begins that cannot do with fewer workers."""
+        """A loop begins that cannot do with fewer workers. What was measured in the last one counts on: a loop may be
+        shorter than a window."""
         self._fewest = fewest
         self.wanted = max(self.wanted, fewest)
-        self._since: int | None = None
-        self._skips = True
+        self._last: int | None = None
+        self._left_out = 2 * self.wanted  # batches: they are awaited until all workers have begun
 
     def has_workers(self) -> bool:
         return self.wanted > 0
@@ -64,23 +67,23 @@ class Tuner:
 
     def note(self, now: int, waited: int) -> None:
         """A batch has come at this time, for which the loop has waited, in nanoseconds."""
-        if self._since is None:
-            self._since, self._waited, self._count = now, 0, 0
+        before, self._last = self._last, now
+        if self._left_out or before is None or now < self._counts_from:
+            self._left_out = max(self._left_out - 1, 0)
             return
+        self._elapsed += now - before
         self._waited += waited
         self._count += 1
-        elapsed = now - self._since
-        if elapsed < WINDOW_NS or (self._count < max(_FEWEST, self.wanted) and elapsed < 10 * WINDOW_NS):
+        is_long = self._elapsed >= WINDOW_NS and self._count >= max(_FEWEST, self.wanted)
+        if not is_long and self._elapsed < 10 * WINDOW_NS:
             return
-        counted, self._since, is_first = (elapsed, self._waited, self._count), None, self._skips
         used, self._used = self._used, _used_of_machine()
-        self._skips = False
-        if is_first:  # with batches of fewer workers, or what was read ahead
-            return
         number = self.wanted
-        self._decide(*counted, _share(used, self._used))
+        self._decide(self._elapsed, self._waited, self._count, _share(used, self._used))
+        self._elapsed = self._waited = self._count = 0
         if self.wanted != number:
-            self._skips = True
+            # The next come from fewer workers, or were read ahead.
+            self._left_out, self._counts_from = 2 * max(number, self.wanted), now + WINDOW_NS // 2
             logger.debug("%d loader workers from now on, %d before", self.wanted, number)
 
     def _decide(self, elapsed: int, waited: int, count: int, used: float) -> None:
@@ -128,9 +131,10 @@ class Tuner:
     def describe(self) -> str:
         """What was chosen, why, and what more cores would give."""
         chosen = f"{self.wanted or 'no'} loader worker{'s' * (self.wanted > 1)}"
-        if not self.why:
+        if not self.why and self.gain < 1 + 2 * ENOUGH:
             return chosen
-        return f"{chosen}: {self.why}; a loop that never waited for data would be {self.gain:.2f} times as fast"
+        why = self.why or "others are still to be tried"
+        return f"{chosen}: {why}; a loop that never waited for data would be {self.gain:.2f} times as fast"
 
     def serve(self, begin: Callable[[int, Iterator[Any]], Iterator[Any]], requests: Iterator[Any]) -> Iterator[Any]:
         """The values of the requests, in their order, by as many workers as are wanted at the time. The next ones begin

@@ -304,10 +304,9 @@ def read_run(path: str | Path) -> Run:
     files = sorted(root.glob("rank-*.jsonl")) or sorted((root / "latest").glob("rank-*.jsonl"))
     records = [read_rank(each) for each in files if not each.name.endswith(".spans.jsonl")]
     if not records:
+        what = "holds no record of a run" if root.is_dir() else "is no directory"
         raise FileNotFoundError(
-            f"{path} holds no record of a run (rank-0.jsonl, ...): pass the directory that "
-            "spawn(output=Output(log_dir)), "
-            "or unisono run --log-dir, has written"
+            f"{path} {what}: pass one that unisono run --log-dir, or spawn(output=Output(log_dir)), has written"
         )
     attempts = _attempts(records)
     # A machine that was lost leaves records of an attempt that has been repeated without it.

@@ -257,7 +257,10 @@ class Report:
             lever = self._longest_named() or lever
             return f"compute-bound: {source + transfer:.0%} of the step waits for data{for_others}{lever}"
         if source >= transfer:
-            return f"input-bound: {source:.0%} of the step waits for the dataset; more loader workers would help"
+            lever = "more loader workers would help"
+            if any(each.workers for each in self.ranks):  # which are as many as help
+                lever = "cheaper samples would help, and persistent_workers=True where epochs are short"
+            return f"input-bound: {source:.0%} of the step waits for the dataset; {lever}"
         return (
             f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; samples of a smaller type "
             "would help"

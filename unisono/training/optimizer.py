@@ -242,7 +242,7 @@ def warn_of_foreign_batches(world: World) -> None:
     if world.rank == 0 and world.world_size > 1 and not is_expected:
         logger.warning(
             "a step on %d ranks without batches of a prepared loader: a plain DataLoader gives each rank all data; "
-            "prepare(loader) cuts it, or by hand DeviceLoader(loader)",
+            "loop over what prepare(loader) returns, which cuts it, or by hand over DeviceLoader(loader)",
             world.world_size,
         )
 

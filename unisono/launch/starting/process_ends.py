@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import io
 import os
 import select
 import signal
@@ -96,6 +98,32 @@ def native_threads() -> set[str]:
                 found.add(f"{task} {name.read().strip()}")
     # jemalloc, of pyarrow for one, starts its own again in a fork.
     return {each for each in found if not each.endswith(" jemalloc_bg_thd")}
+
+
+def close_files(num_frozen: int) -> None:
+    """Close what a script has left open, as the end of an interpreter does: what was written last is still in the
+    file's buffer. Standard streams are flushed. To be called before `os._exit`.
+
+    Args:
+        num_frozen: `gc.get_freeze_count()` before the script, which may freeze its files by `gc.freeze()`.
+    """
+    if gc.get_freeze_count() > num_frozen:
+        gc.unfreeze()
+    files: list[io.IOBase] = []
+    for each in gc.get_objects():
+        with contextlib.suppress(Exception):
+            if isinstance(each, io.IOBase) and not each.closed and each.writable():
+                files.append(each)
+    # Text before bytes, and what compresses before what it writes to: each closes what is below it.
+    is_last = io.BufferedWriter | io.RawIOBase
+    files.sort(key=lambda each: (not isinstance(each, io.TextIOBase), isinstance(each, is_last)))
+    for each in files:
+        with contextlib.suppress(Exception):
+            each.flush()
+            if each.fileno() > 2:
+                each.close()
+    if _libc is not None:
+        _libc.fflush(None)
 
 
 def kill_session(pid: int, signum: int) -> None:

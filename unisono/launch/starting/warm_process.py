@@ -23,6 +23,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ _OWN = ("unisono.launch.worker", "unisono.launch.spawn", "unisono.cli.run", "uni
 
 
 RunCommand = Callable[[list[str], int], int]
+ScriptDirectory = Callable[[list[str], str], str | None]
 
 
 class Command(NamedTuple):
@@ -50,8 +52,11 @@ class Command(NamedTuple):
 class WarmProcess:
     """Listens on its socket, forks stand-ins and tells their commands how they ended."""
 
-    def __init__(self, began_as: dict[str, Any], idle_s: float) -> None:
+    def __init__(
+        self, began_as: dict[str, Any], idle_s: float, preloaded: set[str], script_directory: ScriptDirectory
+    ) -> None:
         self.began_as, self.idle_s = began_as, idle_s
+        self._preloaded, self._script_directory = preloaded, script_directory
         self.files = _imported_files()
         self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: pid, and the connection to its command
         self.selector = selectors.DefaultSelector()
@@ -99,11 +104,25 @@ class WarmProcess:
                 wire.send(sock, {"cold": f"{changed} has changed since; it has ended, and can be started again"})
             elif name := difference(self.began_as, request["circumstances"]):
                 wire.send(sock, {"cold": f"{name} is not what it was there"})
+            elif own := self._find_own(request):
+                wire.send(sock, {"cold": f"{own} is not the {Path(own).stem} that was imported there"})
             elif self._fork(sock):
                 return Command(request, fds)
         for fd in fds:
             os.close(fd)
         return None
+
+    def _find_own(self, request: dict[str, Any]) -> str:
+        """A file beside the script that it would import in place of a module that is imported here; "" if there is
+        none."""
+        place = self._script_directory(request["arguments"], request["directory"])
+        with contextlib.suppress(OSError):
+            for each in os.scandir(place or ""):
+                name = each.name.removesuffix(".py")
+                module = sys.modules.get(name) if name in self._preloaded else None
+                if module is not None and not (getattr(module, "__file__", None) or "").startswith(each.path):
+                    return each.path
+        return ""
 
     def _fork(self, sock: socket.socket) -> bool:
         """Fork, and return whether this is the child."""
@@ -200,6 +219,7 @@ def _exit(code: object) -> NoReturn:
         if not isinstance(code, int | None):
             print(code, file=sys.stderr)
         atexit._run_exitfuncs()
+    with contextlib.suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
@@ -221,14 +241,18 @@ def _stamp_of(path: str) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-def main(control_fd: int, run_command: RunCommand) -> NoReturn:
+def main(control_fd: int, run_command: RunCommand, script_directory: ScriptDirectory) -> NoReturn:
     """Read what is wanted from a socket, import, answer when that is done, and serve. A fork ends as `run_command`
-    does, which gets a command line and a descriptor that its own forks close."""
+    does, which gets a command line and a descriptor that its own forks close. `script_directory` says where the script
+    of a command line is, that was called in a directory."""
     name_process("unisono-warm")
     control = socket.socket(fileno=control_fd)
     wanted, _ = wire.receive(control)
     gc.disable()  # no import leaves cycles that are worth a collection
+    known: set[str] = set()
     for name in (*_OWN, *wanted["modules"]):
+        if name not in _OWN and not known:
+            known = {*sys.modules}  # what each fresh command imports, too
         before = native_threads()
         importlib.import_module(name)
         if started := native_threads() - before:
@@ -236,7 +260,8 @@ def main(control_fd: int, run_command: RunCommand) -> NoReturn:
             sys.exit(f"unisono warm: the import of {name} starts threads ({names}), which forks lack; leave it out")
     import_for_optimizers()
     get_backend(CPU).preload()
-    process = WarmProcess(wanted["circumstances"], wanted["idle_s"])
+    preloaded = {*sys.modules} - known if known else set()
+    process = WarmProcess(wanted["circumstances"], wanted["idle_s"], preloaded, script_directory)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # otherwise each command would undo these imports at its end
     gc.freeze()  # collections never write to these objects, so their pages stay shared

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -32,14 +33,16 @@ _FREE = {  # of a terminal or a session: no import depends on them
     *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS"),
     *("TERM_SESSION_ID", "GNOME_TERMINAL_SCREEN", "VSCODE_IPC_HOOK_CLI"),
 }
-_PASSED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGWINCH")
+_PASSED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGWINCH", "SIGTSTP", "SIGCONT")
+_MOST = 100  # bytes of the path of a socket, which the system limits
 _ANSWER_S = 10.0  # in which the warm process looks at its files and forks, also on a busy machine
 
 
 def socket_path() -> Path:
     """Where the warm process of this user and this environment of Python listens."""
-    own = zlib.crc32(f"{sys.prefix}\n{sys.executable}".encode())
-    return Path(os.environ.get("TMPDIR") or "/tmp", f"unisono-warm-{os.getuid()}", f"{own:08x}")
+    own = f"{zlib.crc32(f'{sys.prefix}:{sys.executable}'.encode()):08x}"
+    path = Path(os.environ.get("TMPDIR") or "/tmp", f"unisono-warm-{os.getuid()}", own)
+    return path if len(os.fsencode(path)) <= _MOST else Path("/tmp", *path.parts[-2:])
 
 
 def check_directory(directory: Path) -> None:
@@ -87,7 +90,10 @@ def circumstances() -> dict[str, Any]:
         "a namespace": [_link(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
         "the root directory": tuple(os.stat("/"))[1:3],
         "the set of cores": sorted(os.sched_getaffinity(0)),
-        "the priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "the priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+        "the priority when memory is short": _read("/proc/self/oom_score_adj"),
+        "the place of its memory": _read("/proc/self/numa_maps").partition("\n")[0].split(" ")[1:2],
+        "a privilege": re.findall(r"^(?:Cap|NoNew|Secc).*", _read("/proc/self/status"), re.MULTILINE),
         **{f"the limit {name}": resource.getrlimit(getattr(resource, name)) for name in limits},
     }
 
@@ -133,33 +139,42 @@ def start(code: str, modules: list[str], idle_s: float) -> int | None:
 def hand_over(arguments: list[str]) -> int | None:
     """Let a fork of the warm process run `unisono` with these arguments, and return its exit code. None: there is no
     warm process, or its fork would not be as good as a fresh start; in the latter case a line on stderr says why."""
-    reason = "it does not answer"
     try:
         sock = connect()
         if sock is None:
             return None
-        passed = [signum for name in _PASSED if not _is_ignored(signum := getattr(signal, name))]
-        # Blocked until there is somebody to pass them on to.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, passed)
-        try:
-            life, ours = os.pipe()  # `ours` is closed when this process ends, however it does
-            wire.send(sock, {"op": "run", **_request(arguments, before)}, (0, 1, 2, life))
-            os.close(life)
-            answer, fds = wire.receive(sock)
-            if not (reason := answer["cold"]):
-                for signum in passed:
-                    signal.signal(signum, lambda each, _: _pass_on(fds[0], each))
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                return _end_as(sock, fds[0])
-            os.close(ours)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    except PermissionError as error:
-        reason = str(error)
-    except (OSError, EOFError):
-        pass
+        with sock:
+            code, reason = _ask(sock, arguments)
+        if not reason:
+            return code
+    except (OSError, EOFError) as error:
+        reason = str(error) or "it does not answer"
     print(f"unisono {arguments[0]}: a fresh start, not one from `unisono warm`: {reason}", file=sys.stderr)
     return None
+
+
+def _ask(sock: socket.socket, arguments: list[str]) -> tuple[int, str]:
+    """The exit code of the stand-in, or why there is none."""
+    if open_here := _inheritable():
+        return 0, f"it would not have the open descriptors {open_here}"
+    passed = [signum for name in _PASSED if not _is_ignored(signum := getattr(signal, name))]
+    # Blocked until there is somebody to pass them on to.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, passed)
+    try:
+        life, ours = os.pipe()  # `ours` is closed when this process ends, however it does
+        try:
+            wire.send(sock, {"op": "run", **_request(arguments, before)}, (0, 1, 2, life))
+        finally:
+            os.close(life)
+        answer, fds = wire.receive(sock)
+        if answer["cold"]:
+            os.close(ours)
+            return 0, answer["cold"]
+        for signum in passed:
+            signal.signal(signum, lambda each, _: _pass_on(fds[0], each))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return _end_as(sock, fds[0]), ""
 
 
 def _request(arguments: list[str], blocked: set[Any]) -> dict[str, Any]:
@@ -177,8 +192,21 @@ def _request(arguments: list[str], blocked: set[Any]) -> dict[str, Any]:
 
 
 def _pass_on(stand_in: int, signum: int) -> None:
+    is_pause = signum == signal.SIGTSTP  # which stops nobody who has no terminal
     with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(stand_in, signum)
+        signal.pidfd_send_signal(stand_in, signal.SIGSTOP if is_pause else signum)
+    if is_pause:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _inheritable() -> list[int]:
+    """The descriptors that a script would inherit beside its standard streams, as of `<(command)`."""
+    found = []
+    for each in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the listing is closed
+            if each > 2 and os.get_inheritable(each):
+                found.append(each)
+    return found
 
 
 def _end_as(sock: socket.socket, stand_in: int) -> int:

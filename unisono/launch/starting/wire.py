@@ -10,6 +10,7 @@ from typing import Any
 
 _HEADER = struct.Struct("!I")  # the length of the message that follows
 _MAX_FDS = 8
+_TO_ITSELF = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # descriptors are for the receiver, not for what it executes
 _QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # Python ignores SIGPIPE, unless the program has changed that
 
 
@@ -34,7 +35,7 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive the next message and its descriptors; once its beginning has arrived, waits for all of it. EOFError if
     the other end is closed."""
     try:
-        header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, _MAX_FDS)
+        header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, _MAX_FDS, _TO_ITSELF)
         data = sock.recv(_HEADER.unpack(header)[0], socket.MSG_WAITALL) if len(header) == _HEADER.size else b""
     except ConnectionError as error:
         raise EOFError from error
