@@ -881,3 +881,20 @@ def test_help_and_version_need_no_torch():
         found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
         assert (found.returncode, found.stderr) == (0, "")
         assert words in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "-n", "2", "--logdir", "logs", "train.py"], "there is no option --logdir; is it --log-dir?"),
+        (["report", "--tracefile"], "there is no option --tracefile; is it --trace?"),
+        (["doctor", "--zzz"], "there is no option --zzz\n"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_named_with_the_one_that_is_meant(capsys, arguments, words):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert f"usage: unisono {arguments[0]}" in shown

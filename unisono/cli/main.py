@@ -10,12 +10,16 @@ or replayed; 130 after Ctrl-C; if a worker ended the run, that worker's exit cod
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import chain
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import argparse
 
 COMMANDS = ("run", "doctor", "checkpoint", "report", "compare", "replay", "top", "warm", "simulate")
 
@@ -30,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(sys.argv[1:] if argv is None else argv)
 
 
-def _refuse_unknown(command: Any, unknown: list[str]) -> NoReturn:
-    known = [option for action in command._actions for option in action.option_strings]
+def _refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    known = re.findall(r"--[a-z-]+", command.format_help())
     near = [*chain(*(get_close_matches(each.partition("=")[0], known, 1) for each in unknown))]
     command.print_usage(sys.stderr)
     advice = f"; is it {near[0]}?" if near else ""

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from unisono.cli import run_options
 from unisono.cli.run_options import endpoint_of, node_range
 from unisono.errors import RemoteError, RemoteTraceback, UnisonoError, WorkerDiedError, WorkerHungError
-from unisono.launch.starting.process_ends import close_files
 from unisono.launch.starting.warm_at_import import warm_early
 
 if TYPE_CHECKING:
@@ -113,6 +112,7 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     from unisono.launch.hosts.environment import within
     from unisono.launch.run_target import run_worker_target, variables_of_machine, variables_of_run
     from unisono.launch.spawn import spawn
+    from unisono.launch.starting.process_ends import close_files
 
     nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
     if nproc == 1:  # in this process, after the exit functions of the script; runpy keeps its globals, and their files
