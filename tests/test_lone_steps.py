@@ -36,6 +36,14 @@ def alone() -> None:
         optimizer.step()
 
 
+def beside_an_accelerator() -> None:
+    Accelerator()
+    model, optimizer, _ = made()
+    for x in DataLoader(ROWS, 2):  # type: ignore[arg-type]
+        model(x).mean().backward()
+        optimizer.step()
+
+
 def by_hand() -> None:
     model, optimizer, loader = made()
     for x in loader:
@@ -93,6 +101,13 @@ def test_steps_on_its_own_gradients_are_told_of_once_on_one_rank(mode: Mode) -> 
     first, *others = mode.run(lambda: said(alone))
     assert len(first) == 1
     assert "call unisono.optimizer_step(optimizer) in place of optimizer.step()" in first[0]
+    assert mode is THREADS_2 or others == [[]]
+
+
+def test_an_accelerator_that_has_prepared_nothing_is_told_of(mode: Mode) -> None:
+    first, *others = mode.run(lambda: said(beside_an_accelerator))
+    assert len(first) == 1
+    assert "this Accelerator has prepared nothing: each rank does all of the work, alone" in first[0]
     assert mode is THREADS_2 or others == [[]]
 
 

@@ -25,10 +25,12 @@ from torch.utils.data import DataLoader
 from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
 from unisono.checkpoint.objects import meet, user_module
+from unisono.comm.selection import innermost
 from unisono.errors import NoWorldError
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, LoaderOptions, ParallelLoader, check_num_workers
+from unisono.lone_steps import NOTHING
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
@@ -217,6 +219,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             partial(_prepared_loader, self.world, device_placement, split_batches, seed, virtual_ranks, num_workers),
             schedule_unit,
         )
+        if self.world.rank == 0 < self.world.world_size - 1:  # one rank tells
+            begun = getattr(innermost(self.world.comm), "num_begun", None)
+            self.world.state.deliveries.lone_steps.follow(begun, NOTHING)
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
         every = self.world.state.snapshot_every if snapshot_every is None else snapshot_every
         if every is not None:

@@ -1,4 +1,5 @@
-"""Steps of optimizers that no rank knows of: in a loop over its part of the data, each rank would train its own model.
+"""Steps of optimizers that no rank knows of: in a loop over its part of the data, each rank would train its own model;
+beside an Accelerator that has prepared nothing, each would do all of the work.
 
 *Threads:* a rank's is looked at in the thread that has begun its loops.
 """
@@ -17,11 +18,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 logger = logging.getLogger(__name__)
 
+PARTS = (
+    "though each has its part of a loader's batches: each rank trains a model of its own; call "
+    "unisono.optimizer_step(optimizer) in place of optimizer.step(), or use DistributedDataParallel, or let an "
+    "Accelerator prepare them"
+)
+NOTHING = (
+    "and this Accelerator has prepared nothing: each rank does all of the work, alone; model, optimizer, loader = "
+    "accelerator.prepare(model, optimizer, loader)"
+)
+
 _here = threading.local()  # not by a thread's number, which the next thread may get
 
 
 class LoneSteps:
-    """Those of one rank. It sees nothing before `follow`, nor where steps are an Accelerator's.
+    """Those of one rank. It sees nothing before `follow`, nor where an Accelerator has prepared an optimizer.
 
     Attributes:
         are_prepared: whether an Accelerator reduces for the steps, or knows that they need nothing.
@@ -30,12 +41,14 @@ class LoneSteps:
     def __init__(self) -> None:
         self.are_prepared = False
         self._num_begun: Callable[[], int] | None = None
+        self._why, self._has_warned = "", False
         self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
-    def follow(self, num_begun: Callable[[], int] | None) -> None:
-        """Look at the steps of this thread from now on, by that count of collectives, which only grows; None:
-        unknown."""
-        if num_begun is not None and self._num_begun is None:
+    def follow(self, num_begun: Callable[[], int] | None, why: str = PARTS) -> None:
+        """Look at the steps of this thread from now on, by that count of collectives, which only grows; None: unknown.
+        `why` they should exchange something is told."""
+        self._why = why
+        if num_begun is not None and self._num_begun is None and not self._has_warned:
             self._num_begun = num_begun
             _here.steps = weakref.ref(self)
             _look_at_steps()
@@ -48,12 +61,10 @@ class LoneSteps:
         if self._last.get(optimizer) != begun:
             self._last[optimizer] = begun
             return
-        self._num_begun = None
+        self._num_begun, self._has_warned = None, True
         logger.warning(
-            "the %s steps again, and the ranks have exchanged nothing since its last step, though each has its part of "
-            "a loader's batches: each rank trains a model of its own; call unisono.optimizer_step(optimizer) in place "
-            "of optimizer.step(), or use DistributedDataParallel, or let an Accelerator prepare them",
-            type(optimizer).__name__,
+            "the %s steps again, and the ranks have exchanged nothing since its last step, %s",
+            *(type(optimizer).__name__, self._why),
         )
 
 
