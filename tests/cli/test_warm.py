@@ -380,6 +380,13 @@ def test_a_module_beside_the_script_is_imported_in_place_of_a_preloaded_one(shar
     assert f"{directory / 'beside.py'} is not the beside that was imported there" in errors
 
 
+def test_a_directory_of_data_beside_the_script_hides_no_module(shared):
+    directory = shared.directory / "third"
+    (directory / "beside").mkdir(parents=True)
+    (directory / "uses.py").write_text("import beside\nprint(beside.value)\n")
+    assert shared.run("run", "-n", "1", "third/uses.py") == (0, "1\n", "")
+
+
 def test_a_command_that_is_paused_pauses_its_run(shared, ear):
     with waiting(shared, ear) as (process, pids):
         launcher = psutil.Process(pids[-1])

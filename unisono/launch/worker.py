@@ -4,8 +4,8 @@
 2. It calls `fn(rank, *args)`; meanwhile a thread reports its progress.
 3. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
    reaches the caller before the peers' errors about the broken world do.
-4. It ends by `os._exit`, after joining the non-daemon threads that `fn` has left and running its atexit functions. This
-   skips the interpreter's slow shutdown, and destructors that abort.
+4. It ends by `os._exit`, after joining the non-daemon threads that `fn` has left, running its atexit functions and
+   closing the files that it has left open. This skips the interpreter's slow shutdown, and destructors that abort.
 """
 
 from __future__ import annotations

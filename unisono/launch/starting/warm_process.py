@@ -119,6 +119,8 @@ class WarmProcess:
         with contextlib.suppress(OSError):
             for each in os.scandir(place or ""):
                 name = each.name.removesuffix(".py")
+                if each.is_dir() and not os.path.exists(os.path.join(each.path, "__init__.py")):
+                    continue  # as of data: a package of that name comes before it
                 module = sys.modules.get(name) if name in self._preloaded else None
                 if module is not None and not (getattr(module, "__file__", None) or "").startswith(each.path):
                     return each.path
