@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from unisono import Accelerator, Checkpointer, barrier, current_world, is_rank_zero, spawn
-from unisono.backends import get_backend
+from unisono.devices import get_backend
 
 DEVICES = ("cpu", "cuda", "mps")
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono import Accelerator, current_world, spawn
-from unisono.backends import get_backend
+from unisono.devices import get_backend
 
 DEVICES = ("cpu", "cuda", "mps")
 STEPS = 8  # of a block

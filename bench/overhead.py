@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from unisono import DeviceLoader
-from unisono.backends import get_backend
+from unisono.devices import get_backend
 
 DEVICES = ("cpu", "cuda", "mps", "xla")
 BATCH_SIZE = 32

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from unisono.backends import CPU, pick_backend
-from unisono.backends.cpu import processor
+from unisono.devices import CPU, pick_backend
+from unisono.devices.cpu import processor
 from unisono.protocols import Backend
 from unisono.report.picture import new_figure
 from unisono.report.text import aligned

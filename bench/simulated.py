@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, Output, spawn, world_size
 from unisono.report.run import read_run
+from unisono.report.timeline import STEP
 from unisono.simulation.description import Fleet, Model, measure
 from unisono.simulation.prediction import predict
-from unisono.timeline import STEP
 
 BATCH = 64
 

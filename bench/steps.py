@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from unisono import Accelerator, DeviceLoader, barrier, current_world, optimizer_step, spawn
-from unisono.backends import get_backend
+from unisono.devices import get_backend
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import build_loaders, build_model

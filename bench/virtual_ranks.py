@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, Output, Virtual, spawn
-from unisono.loaders import balance
-from unisono.virtual_ranks import rebalanced
+from unisono.batches.virtual_ranks import rebalanced
+from unisono.loading import balance
 
 DEVICES = ("cpu",)
 RANKS, BATCH, DIGESTED = 2, 32, 250

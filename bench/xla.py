@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono import DataParallel, optimizer_step
-from unisono.backends import get_backend
+from unisono.devices import get_backend
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import GLOBAL_BATCH, build_loaders, build_model

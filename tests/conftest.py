@@ -31,7 +31,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from unisono import backends, warm  # noqa: E402
+from unisono import devices, warm  # noqa: E402
 
 pytest_plugins = ["leak_police", "pytester", "running_again", "time_limit"]
 
@@ -48,11 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """
     parser.addoption("--backend", default=None, help="the family of devices for tests that run on any")
     family = parser.parse_known_args(sys.argv[1:]).backend or os.environ.get("UNISONO_BACKEND")  # a worker of xdist
-    if family is None and any(backends.get_backend(each).is_available() for each in ("cuda", "mps")):
+    if family is None and any(devices.get_backend(each).is_available() for each in ("cuda", "mps")):
         os.environ["UNISONO_BACKEND"] = "cpu"  # what the other tests mean by the default
     elif family is not None:
         os.environ["UNISONO_BACKEND"] = family
-        backend = backends.pick_backend()
+        backend = devices.pick_backend()
         backend.start(backend.device(0))
 
 

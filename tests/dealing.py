@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from unisono.loaders.sharding import Rule, Size
+from unisono.loading.sharding import Rule, Size
 
 COUNTS = st.integers(1, 9)
 

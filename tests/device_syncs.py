@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unisono.backends.cpu import CpuBackend
-from unisono.storages import StorageMap
+from unisono.batches.storages import StorageMap
+from unisono.devices.cpu import CpuBackend
 from unisono.tree import tree_map
 from unisono.world import World, current_world, use_world
 

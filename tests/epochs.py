@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from unisono import DeviceLoader
-from unisono.loaders.channel import Channel
-from unisono.loaders.indexed import IndexedSource
-from unisono.loaders.pipeline import Lane
-from unisono.loaders.sharding import Piece, Rule
+from unisono.loading.channel import Channel
+from unisono.loading.indexed import IndexedSource
+from unisono.loading.pipeline import Lane
+from unisono.loading.sharding import Piece, Rule
 from unisono.world import World, thread_worlds
 
 PATIENCE_S = 60.0

@@ -28,8 +28,8 @@ from uuid import uuid4
 import psutil
 import warm_scripts
 
+from unisono.comm.outcome import Outcome
 from unisono.launch.starting import zygote_client
-from unisono.outcome import Outcome
 
 # No test measures how fast a machine is: bench/ does. These bounds separate what happens by itself from what never
 # happens, or only by a fallback.

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from epochs import PATIENCE_S, CodedError, is_awaiting_room
 
-from unisono.backends.cpu import CpuBackend
-from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.pipeline import Lane, Pipeline
-from unisono.loaders.sharding import Claim, Piece
+from unisono.devices.cpu import CpuBackend
+from unisono.loading.device_iterator import DeviceIterator
+from unisono.loading.pipeline import Lane, Pipeline
+from unisono.loading.sharding import Claim, Piece
 from unisono.world import World, solo_world
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unisono import DataParallel, DeviceIterator, DeviceLoader, current_world, spawn, warm
-from unisono.backends import get_backend
+from unisono.devices import get_backend
 from unisono.tree import tree_map
 
 FAMILY = os.environ.get("UNISONO_BACKEND", "cpu")  # `pytest --backend` has put it there, for workers, too

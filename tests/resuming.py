@@ -11,7 +11,7 @@ from epochs import Numbers
 from torch.utils.data import DataLoader, RandomSampler
 
 from unisono import DeviceLoader
-from unisono.randomness import seed_of
+from unisono.devices.randomness import seed_of
 
 SAMPLES = 23
 

@@ -12,8 +12,8 @@ import torch
 from epochs import Numbers
 from torch.utils.data import DataLoader, Sampler
 
-from unisono.loaders.indexed import IndexedSource
-from unisono.loaders.sharding import Rule
+from unisono.loading.indexed import IndexedSource
+from unisono.loading.sharding import Rule
 
 COUNT = 30
 

@@ -23,12 +23,11 @@ ROOT = Path(unisono.__file__).parent
 
 # A part is a module or a folder directly under the package. Imports go down only.
 FLOORS = (
-    "errors protocols pickling stacks preemption outcome evaluations randomness tree timeline storages rows "
-    "foreign_names graphs lone_steps strategies arguments terminal torch_private virtual_ranks",
-    "deliveries backends comm",
-    "world report",
-    "loaders training launch precision placement tracking",
-    "accelerator checkpoint engines functional progress progress_bars threads",
+    "errors protocols preemption tree strategies arguments torch_private",
+    "devices comm",
+    "world report batches",
+    "loading training launch tracking",
+    "accelerator checkpoint engines functional threads",
     "cli compat simulation",
     "__main__",
 )
@@ -43,8 +42,8 @@ MIRRORS = (
     "unisono.compat.torch_xla",
     "unisono.compat.accelerate",
 )  # have the modules, and read the variables, of others
-GROUP_DOORS = ("unisono.training.strategies.", "unisono.backends.accelerator")
-XLA_DOORS = ("unisono.backends.xla", "unisono.comm.xla")
+GROUP_DOORS = ("unisono.training.strategies.", "unisono.devices.accelerator")
+XLA_DOORS = ("unisono.devices.xla", "unisono.comm.xla")
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,8 @@ def _defined_in(module: Module) -> set[str]:
 
 
 def named_devices(module: Module) -> list[str]:
-    """A device type as a string or part of a name, outside `backends/`."""
-    if module.part == "backends":
+    """A device type as a string or part of a name, outside `devices/`."""
+    if module.part == "devices":
         return []
     documentation = _docstrings(module.tree)
     found = []
@@ -207,7 +206,7 @@ def process_groups(module: Module) -> list[str]:
 
 
 def environment_reads(module: Module) -> list[str]:
-    if module.part in ("launch", "backends", "world") or module.name.startswith(MIRRORS):
+    if module.part in ("launch", "devices", "world") or module.name.startswith(MIRRORS):
         return []
     doors = ("os.environ", "os.environb", "os.getenv", "os.putenv")
     attributes = (node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute))
@@ -282,10 +281,10 @@ def undocumented_modules(module: Module) -> list[str]:
 RULES: dict[str, Callable[[Module], list[str]]] = {
     "imports go down only": upward_imports,
     "names come from the module that defines them": borrowed_names,
-    "only backends name device types": named_devices,
+    "only devices names device types": named_devices,
     "only comm and launch name execution modes": named_modes,
     "only comm, launch and world know process groups": process_groups,
-    "only launch, backends and world read the environment": environment_reads,
+    "only launch, devices and world read the environment": environment_reads,
     "only its backend and its communicator know torch_xla": xla_imports,
     "threads have our names and module functions as bodies": careless_threads,
     "no interpreter imports from its working directory": unsafe_interpreters,
@@ -315,15 +314,15 @@ def test_modules_import_one_another_in_no_circle():
 
 CULPRITS: dict[str, list[tuple[str, str]]] = {
     "imports go down only": [
-        ("unisono.tree", "from unisono.backends import get_backend"),
+        ("unisono.tree", "from unisono.devices import get_backend"),
         ("unisono.comm.threads", "def f():\n    from unisono.world import World"),
-        ("unisono.training.optimizer", "from unisono.loaders.channel import Channel"),
+        ("unisono.training.optimizer", "from unisono.loading.channel import Channel"),
         ("unisono.tree", "import_module('unisono.launch.spawn')"),
         ("unisono.tree", "if TYPE_CHECKING:\n    from unisono.world import World"),
         ("unisono.world", "from unisono import spawn"),
     ],
-    "names come from the module that defines them": [("unisono.world", "from unisono.backends import torch")],
-    "only backends name device types": [
+    "names come from the module that defines them": [("unisono.world", "from unisono.devices import torch")],
+    "only devices names device types": [
         ("unisono.world", "device = torch.device('cuda')"),
         ("unisono.world", "f'cuda:{index}'"),
         ("unisono.world", "torch.cuda.synchronize()"),
@@ -340,19 +339,19 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.training.optimizer", "from torch import distributed"),
         ("unisono.training.optimizer", "torch.distributed.barrier()"),
     ],
-    "only launch, backends and world read the environment": [
+    "only launch, devices and world read the environment": [
         ("unisono.report.text", "os.environ.get('HOME')"),
         ("unisono.report.text", "from os import environ"),
     ],
     "only its backend and its communicator know torch_xla": [
-        ("unisono.backends.cuda", "def f():\n    from torch_xla.core import xla_model")
+        ("unisono.devices.cuda", "def f():\n    from torch_xla.core import xla_model")
     ],
     "threads have our names and module functions as bodies": [
-        ("unisono.loaders.pipeline", "def body(): ...\nThread(target=body)"),
-        ("unisono.loaders.pipeline", "def body(): ...\nthreading.Thread(target=body, name='reader')"),
-        ("unisono.loaders.pipeline", "threading.Thread(target=self.body, name='unisono-reader')"),
-        ("unisono.loaders.pipeline", "threading.Timer(1, body)"),
-        ("unisono.loaders.pipeline", "ThreadPoolExecutor(2)"),
+        ("unisono.loading.pipeline", "def body(): ...\nThread(target=body)"),
+        ("unisono.loading.pipeline", "def body(): ...\nthreading.Thread(target=body, name='reader')"),
+        ("unisono.loading.pipeline", "threading.Thread(target=self.body, name='unisono-reader')"),
+        ("unisono.loading.pipeline", "threading.Timer(1, body)"),
+        ("unisono.loading.pipeline", "ThreadPoolExecutor(2)"),
     ],
     "no interpreter imports from its working directory": [
         ("unisono.launch.spawn", "[sys.executable, '-c', code]"),

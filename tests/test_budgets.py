@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import unisono
+
 PACKAGE = Path(__file__).parent.parent / "unisono"
 BUDGETS = tomllib.loads((Path(__file__).parent / "budgets.toml").read_text())
 LONG_FILE, LONG_FUNCTION = 400, 60
@@ -34,6 +36,11 @@ def rooms() -> Counter[str]:
     for path, lines in LINES.items():
         found[path.partition("/")[0] if "/" in path else "top"] += lines
     return found
+
+
+def test_the_top_has_few_modules_and_few_names():
+    assert len([path for path in LINES if "/" not in path]) <= BUDGETS["top"]["modules"]
+    assert len(unisono.__all__) <= BUDGETS["top"]["names"]
 
 
 @pytest.mark.parametrize("room", sorted({*rooms(), *BUDGETS["rooms"]}))

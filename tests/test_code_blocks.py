@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from unisono import ParallelLoader, preemption
-from unisono.backends import OWN
 from unisono.cli.main import COMMANDS
-from unisono.loaders.sharding import Tail
+from unisono.devices import OWN
+from unisono.loading.sharding import Tail
 from unisono.tracking.libraries import LIBRARIES
 from unisono.training.strategies.strategy import STRATEGIES
 

@@ -95,7 +95,7 @@ assert "torch" not in sys.modules, "the errors are cheap too"
 
 def test_an_import_of_a_misspelt_name_says_the_closest_one_and_leaves_modules_alone():
     script = """
-from unisono import loaders
+from unisono import loading
 for name in ("Acelerator", "spwan", "nothing_like_it"):
     try:
         exec(f"from unisono import {name}")

@@ -203,5 +203,5 @@ def test_without_it_the_feature_is_missing_and_the_error_says_why(name, module):
 
 
 def test_the_names_cost_nothing_until_they_are_used():
-    code = "import sys, unisono.torch_private, unisono.stacks; print('torch' in sys.modules)"
+    code = "import sys, unisono.torch_private, unisono.comm.stacks; print('torch' in sys.modules)"
     assert run(code).strip() == "False"

@@ -14,12 +14,12 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from faults import Rank
 from modes import default_group
 
-from unisono.backends import get_backend
-from unisono.backends.cuda import CudaBackend
+from unisono.comm.outcome import this_process
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
-from unisono.outcome import this_process
-from unisono.timeline import Timeline
+from unisono.devices import get_backend
+from unisono.devices.cuda import CudaBackend
+from unisono.report.timeline import Timeline
 from unisono.world import current_world, set_process_world, solo_world, thread_worlds, use_world
 
 

@@ -1,9 +1,9 @@
 """Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result.
 
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
-costs nothing. Six modules have public names of their own: `unisono.checkpoint` (saving and loading, `serialize`),
-`unisono.errors`, `unisono.functional` (collectives with gradients), `unisono.placement` (explicit moves between
-devices), `unisono.precision` and `unisono.strategies` (options of the Accelerator's).
+costs nothing. Four modules have public names of their own: `unisono.checkpoint` (saving and loading, `serialize`),
+`unisono.errors`, `unisono.functional` (collectives with gradients) and `unisono.strategies` (options of the
+Accelerator's).
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ if TYPE_CHECKING:
     from unisono import checkpoint as checkpoint
     from unisono import errors as errors
     from unisono import functional as functional
-    from unisono import placement as placement
-    from unisono import precision as precision
     from unisono import strategies as strategies
     from unisono.accelerator import Accelerator as Accelerator
-    from unisono.backends import available_devices as available_devices
+    from unisono.batches.virtual_ranks import Virtual as Virtual
     from unisono.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from unisono.devices import available_devices as available_devices
     from unisono.launch.context import ProcessContext as ProcessContext
     from unisono.launch.hosts.join_world import join_world as join_world
     from unisono.launch.options import Cores as Cores
     from unisono.launch.options import Output as Output
     from unisono.launch.spawn import spawn as spawn
     from unisono.launch.starting.zygote_client import warm as warm
-    from unisono.loaders.device_iterator import DeviceIterator as DeviceIterator
-    from unisono.loaders.parallel_loader import DeviceLoader as DeviceLoader
-    from unisono.loaders.parallel_loader import ParallelLoader as ParallelLoader
-    from unisono.loaders.permutation import IndexedSampler as IndexedSampler
-    from unisono.loaders.sources import SampleGenerator as SampleGenerator
-    from unisono.progress import tqdm as tqdm
+    from unisono.loading.device_iterator import DeviceIterator as DeviceIterator
+    from unisono.loading.parallel_loader import DeviceLoader as DeviceLoader
+    from unisono.loading.parallel_loader import ParallelLoader as ParallelLoader
+    from unisono.loading.permutation import IndexedSampler as IndexedSampler
+    from unisono.loading.progress import tqdm as tqdm
+    from unisono.loading.sources import SampleGenerator as SampleGenerator
     from unisono.report.phases import phase as phase
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from unisono.training.optimizer import optimizer_step as optimizer_step
     from unisono.training.out_of_memory import find_executable_batch_size as find_executable_batch_size
     from unisono.training.stopping import should_stop as should_stop
-    from unisono.virtual_ranks import Virtual as Virtual
     from unisono.world import World as World
     from unisono.world import current_world as current_world
     from unisono.world import use_world as use_world
@@ -67,17 +65,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "unisono.accelerator": ["Accelerator"],
-    "unisono.backends": ["available_devices"],
+    "unisono.devices": ["available_devices"],
     "unisono.checkpoint.checkpointer": ["Checkpointer"],
     "unisono.launch.context": ["ProcessContext"],
     "unisono.launch.hosts.join_world": ["join_world"],
     "unisono.launch.options": ["Cores", "Output"],
     "unisono.launch.spawn": ["spawn"],
     "unisono.launch.starting.zygote_client": ["warm"],
-    "unisono.loaders.device_iterator": ["DeviceIterator"],
-    "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
-    "unisono.loaders.permutation": ["IndexedSampler"],
-    "unisono.loaders.sources": ["SampleGenerator"],
+    "unisono.loading.device_iterator": ["DeviceIterator"],
+    "unisono.loading.parallel_loader": ["DeviceLoader", "ParallelLoader"],
+    "unisono.loading.permutation": ["IndexedSampler"],
+    "unisono.loading.sources": ["SampleGenerator"],
     "unisono.training.means": ["Accuracy", "Mean"],
     "unisono.training.agreement": ["broadcast_parameters", "check_replicas"],
     "unisono.training.collectives": [
@@ -96,16 +94,16 @@ _HOMES = {
     "unisono.training.optimizer": ["backward", "optimizer_step"],
     "unisono.training.out_of_memory": ["find_executable_batch_size"],
     "unisono.training.stopping": ["should_stop"],
-    "unisono.progress": ["tqdm"],
+    "unisono.loading.progress": ["tqdm"],
     "unisono.report.phases": ["phase"],
     "unisono.report.summary": ["Report", "gather_report"],
     "unisono.tracking.tracker": ["Tracker"],
-    "unisono.virtual_ranks": ["Virtual"],
+    "unisono.batches.virtual_ranks": ["Virtual"],
     "unisono.world": ["World", "current_world", "use_world"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-_MODULES = ["checkpoint", "errors", "functional", "placement", "precision", "strategies"]
+_MODULES = ["checkpoint", "errors", "functional", "strategies"]
 """Those whose names are public under the module's."""
 
 __all__ = sorted(_HOME_OF)

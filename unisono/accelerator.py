@@ -23,14 +23,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from unisono.arguments import check_type, explain_unknown_names
+from unisono.batches.lone_steps import NOTHING
+from unisono.batches.virtual_ranks import Virtual, virtual_of
 from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
 from unisono.checkpoint.objects import meet, user_module
 from unisono.comm.selection import innermost
 from unisono.errors import NoWorldError
-from unisono.foreign_names import describe_missing
-from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import DeviceLoader, LoaderOptions, ParallelLoader, check_num_workers
-from unisono.lone_steps import NOTHING
+from unisono.loading.device_iterator import DeviceIterator
+from unisono.loading.parallel_loader import DeviceLoader, LoaderOptions, ParallelLoader, check_num_workers
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
@@ -50,6 +50,7 @@ from unisono.training.prepared.checks import (
     family_of,
     world_on,
 )
+from unisono.training.prepared.foreign_names import describe_missing
 from unisono.training.prepared.metrics import gather_rows
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.prepared_objects import PreparedObjects
@@ -61,7 +62,6 @@ from unisono.training.steps import Steps
 from unisono.training.strategies.sharded import gathered
 from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
-from unisono.virtual_ranks import Virtual, virtual_of
 from unisono.world import World, current_world
 
 # What `prepare` returns behaves as what it was given.

@@ -41,7 +41,7 @@ import torch
 
 from unisono.comm.operations import Call, check_reduction, check_tensor
 from unisono.protocols import Communicator
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
 from unisono.training.claims import Crossings
 from unisono.training.collectives import announce_structure, check_samples, gather_samples

@@ -39,7 +39,7 @@ class Backend(ABC):
     """One family of devices. Stateless except for caches; queries never initialise an accelerator.
 
     A family has a name and the abstract members. The others have defaults, for devices that compute immediately;
-    `unisono.backends.accelerator` has all of them for an accelerator that torch knows.
+    `unisono.devices.accelerator` has all of them for an accelerator that torch knows.
     """
 
     name: str

@@ -23,15 +23,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.backends import backend_of_group, get_backend, pick_backend
+from unisono.batches.deliveries import Deliveries
+from unisono.comm.outcome import this_process
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.selection import innermost, process_communicator, thread_communicators
 from unisono.comm.threads import ThreadCommunicator
-from unisono.deliveries import Deliveries
+from unisono.devices import backend_of_group, get_backend, pick_backend
 from unisono.errors import NoWorldError
-from unisono.outcome import this_process
 from unisono.protocols import Backend, Communicator
-from unisono.timeline import Timeline
+from unisono.report.timeline import Timeline
 from unisono.torch_private import current_graph_task_id, from_tls, is_in_tls
 
 T = TypeVar("T")

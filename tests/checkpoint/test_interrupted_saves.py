@@ -23,8 +23,8 @@ from torch import nn
 from unisono import Accelerator, spawn
 from unisono.checkpoint import saver
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
+from unisono.comm.outcome import Outcome
 from unisono.errors import CheckpointError, NoCheckpointError
-from unisono.outcome import Outcome
 
 
 class Counted:

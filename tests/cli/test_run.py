@@ -16,8 +16,8 @@ import pytest
 import warm_scripts
 from faults import PATIENCE_S, SOON_S, Line, Script
 
-from unisono.backends.cores import usable_cores
 from unisono.cli.main import main
+from unisono.devices.cores import usable_cores
 from unisono.launch import messages
 
 Run = Callable[..., tuple[int, str, str]]

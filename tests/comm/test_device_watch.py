@@ -17,12 +17,12 @@ import warm_scripts
 from epochs import join_own_threads
 from modes import default_group
 
-from unisono.backends.cpu import CpuBackend
 from unisono.comm import shutdown
 from unisono.comm.device_watch import DeviceWatch
+from unisono.comm.outcome import Outcome
 from unisono.comm.processes import ProcessCommunicator
+from unisono.devices.cpu import CpuBackend
 from unisono.errors import BrokenWorldError
-from unisono.outcome import Outcome
 
 CPU = torch.device("cpu")
 NEVER_S = 3600.0  # between two looks of the watch's own: the tests look themselves

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from unisono.comm import folding
 from unisono.comm.folding import SharedFold, all_reduction, fold
 from unisono.comm.operations import REDUCIBLE
+from unisono.comm.outcome import Outcome
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError
-from unisono.outcome import Outcome
 
 
 def together(*parts: Callable[[], Any]) -> list[Outcome[Any]]:

@@ -19,9 +19,9 @@ from modes import default_group
 
 from unisono import spawn
 from unisono.comm import sealing
+from unisono.comm.outcome import Outcome
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
-from unisono.outcome import Outcome
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

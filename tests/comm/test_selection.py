@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono.backends import get_backend
 from unisono.comm.selection import bound_device, group_backend
+from unisono.devices import get_backend
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.process_group import join
 

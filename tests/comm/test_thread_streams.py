@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from unisono.backends.cpu import CpuBackend
 from unisono.comm.operations import Call
 from unisono.comm.selection import thread_communicators
 from unisono.comm.threads import ThreadCommunicator
+from unisono.devices.cpu import CpuBackend
 
 LONG = timedelta(seconds=30)
 CALL = Call("sum")

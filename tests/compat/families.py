@@ -14,7 +14,7 @@ from torch import nn
 import unisono.compat.torch_xla.core.xla_model as xm
 import unisono.compat.torch_xla.distributed.data_parallel as dp
 import unisono.compat.torch_xla.distributed.xla_multiprocessing as xmp
-from unisono.backends import get_backend, resolve_devices
+from unisono.devices import get_backend, resolve_devices
 
 FAMILY = os.environ.get("UNISONO_BACKEND", "cpu")
 RANKS = 2 if FAMILY == "cpu" else min(int(os.environ.get("CPU_NUM_DEVICES", "2")), get_backend(FAMILY).device_count())

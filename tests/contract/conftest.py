@@ -18,12 +18,12 @@ import torch.distributed as dist
 from faults import Door
 from modes import FAMILY
 
-from unisono.backends import get_backend
-from unisono.backends.cpu import CpuBackend
+from unisono.comm.outcome import Outcome, first_cause
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
+from unisono.devices import get_backend
+from unisono.devices.cpu import CpuBackend
 from unisono.launch.spawn import spawn
-from unisono.outcome import Outcome, first_cause
 from unisono.protocols import Communicator
 from unisono.tree import tree_map
 from unisono.world import World, current_world, thread_worlds

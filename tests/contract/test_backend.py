@@ -14,8 +14,8 @@ import torch
 from batches import CONTAINERS, ones, same
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from unisono.backends import available_devices, family_names, get_backend
 from unisono.comm.threads import ThreadCommunicator
+from unisono.devices import available_devices, family_names, get_backend
 from unisono.protocols import Backend, Communicator
 
 FAMILIES = family_names()

@@ -32,12 +32,12 @@ from on_engine import EPOCHS, SAMPLES
 
 from unisono import Output, spawn
 from unisono.comm import sealing
+from unisono.comm.outcome import Outcome
 from unisono.engines import Hosts, Local, Ray, Slurm
 from unisono.engines import ray as ray_engine
 from unisono.engines import slurm as slurm_engine
 from unisono.engines.piped import PipedMachine, local_command
 from unisono.errors import StoppedError, UnisonoError
-from unisono.outcome import Outcome
 
 CALLER = Path(__file__).parent / "on_engine.py"
 RAY = """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from unisono.backends.cpu import CpuBackend
+from unisono.devices.cpu import CpuBackend
 from unisono.engines import Local
 from unisono.errors import UnisonoError
 from unisono.launch import spawn as spawn_module

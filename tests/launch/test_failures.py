@@ -19,10 +19,10 @@ import torch.distributed as dist
 from faults import SOON_S, Script, stand_still
 
 from unisono import Accelerator, is_rank_zero
+from unisono.comm.outcome import RemoteTraceback, this_process
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnpicklableError, WorkerDiedError
 from unisono.launch import spawn as spawning
 from unisono.launch.messages import describe_limit
-from unisono.outcome import RemoteTraceback, this_process
 from unisono.world import current_world
 
 spawn = partial(spawning.spawn, grace_s=60.0)  # what ends sooner has killed nobody

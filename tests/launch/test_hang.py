@@ -16,12 +16,12 @@ import torch.distributed as dist
 from faults import stand_still
 from torch.utils.data import DataLoader, TensorDataset
 
+from unisono.comm.stacks import main_stack
 from unisono.errors import WorkerDiedError, WorkerHungError
 from unisono.launch import spawn as spawning
 from unisono.launch.hang import HangWatch, hung_error
 from unisono.launch.reports import Pulse
-from unisono.loaders.parallel_loader import DeviceLoader
-from unisono.stacks import main_stack
+from unisono.loading.parallel_loader import DeviceLoader
 from unisono.world import current_world
 
 spawn = partial(spawning.spawn, grace_s=60.0)  # workers that stand still in Python need none

@@ -12,15 +12,15 @@ import torch.backends.mkldnn
 from faults import Script
 from torch.backends import cudnn
 
+from unisono.comm.pickling import describe_unpicklable
 from unisono.errors import UnisonoError
 from unisono.launch.spawn import spawn
-from unisono.pickling import describe_unpicklable
 
 SCRIPT = """
 import io, os, pickle, sys, time
 import torch
 from unisono.launch.spawn import spawn
-from unisono.outcome import RemoteTraceback
+from unisono.comm.outcome import RemoteTraceback
 
 OFFSET = 1
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from unisono.backends.cores import fair_num_threads
+from unisono.devices.cores import fair_num_threads
 from unisono.errors import WorkerDiedError
 from unisono.launch.options import Cores, Output
 from unisono.launch.spawn import spawn

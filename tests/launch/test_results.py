@@ -11,8 +11,8 @@ import pytest
 import torch
 from faults import Script
 
+from unisono.comm.outcome import Outcome
 from unisono.launch.reports import Inbox, Kind, Reporter
-from unisono.outcome import Outcome
 
 LARGE = 100_000  # elements
 

@@ -11,7 +11,7 @@ import torch
 from faults import Script
 
 import unisono
-from unisono.backends import get_backend
+from unisono.devices import get_backend
 from unisono.launch.settings import SETTINGS, Settings
 from unisono.launch.spawn import spawn
 

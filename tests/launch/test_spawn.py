@@ -16,7 +16,7 @@ import torch.distributed as dist
 from faults import survivors, until, zygote_pid
 from modes import preload
 
-from unisono.backends.cpu import CpuBackend
+from unisono.devices.cpu import CpuBackend
 from unisono.errors import ClosedError
 from unisono.launch.spawn import ProcessContext, spawn
 from unisono.launch.starting import zygote_client

@@ -22,7 +22,7 @@ from unisono.cli.main import main
 from unisono.report.live import describe
 from unisono.report.run import read_run
 from unisono.report.summary import summarise
-from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, REDUCE, STEP
+from unisono.report.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, REDUCE, STEP
 
 STEPS = 12
 SLOW_S = 0.05  # of what is to take most of a step's time

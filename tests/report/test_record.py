@@ -32,8 +32,8 @@ from unisono.report.page import charts_of_logged, page_data
 from unisono.report.record import Recorder
 from unisono.report.run import Place, Run, read_run
 from unisono.report.text import table_of
+from unisono.report.timeline import BACKWARD, FETCH, FORWARD, LOG, REDUCE, STEP
 from unisono.report.trace import write_trace
-from unisono.timeline import BACKWARD, FETCH, FORWARD, LOG, REDUCE, STEP
 from unisono.world import solo_world, use_world
 
 STEPS = 30

@@ -34,12 +34,25 @@ from unisono import (
     optimizer_step,
     phase,
 )
-from unisono.backends import get_backend
 from unisono.comm.threads import ThreadCommunicator
+from unisono.devices import get_backend
 from unisono.errors import ClosedError
-from unisono.loaders.pipeline import Lane
+from unisono.loading.pipeline import Lane
 from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, RankSummary, label, summarise
-from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, LOG, MOVE, PHASES, REDUCE, SAVE, STEP, Waits
+from unisono.report.timeline import (
+    BACKWARD,
+    COMPUTE,
+    EVALUATE,
+    FETCH,
+    FORWARD,
+    LOG,
+    MOVE,
+    PHASES,
+    REDUCE,
+    SAVE,
+    STEP,
+    Waits,
+)
 from unisono.world import solo_world, thread_worlds, use_world
 
 

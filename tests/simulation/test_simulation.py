@@ -23,9 +23,9 @@ from unisono import DeviceLoader, optimizer_step
 from unisono.cli.main import main
 from unisono.report.record import Recorder
 from unisono.report.summary import RankSummary, summarise
+from unisono.report.timeline import FETCH
 from unisono.simulation.description import Fleet, Model, measure, read
 from unisono.simulation.prediction import half_s, memory_bytes, predict, slowdown
-from unisono.timeline import FETCH
 from unisono.world import solo_world, use_world
 
 MODEL = Model(parameters=1e6, batch=32, forward_s=0.1, backward_s=0.2, optimizer_s=0.01)

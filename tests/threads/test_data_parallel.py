@@ -22,7 +22,7 @@ from torch import nn
 
 import unisono
 from unisono import DataParallel, ReplicaContext, current_world
-from unisono.backends.cores import usable_cores
+from unisono.devices.cores import usable_cores
 from unisono.errors import BrokenWorldError, BusyError, ClosedError
 
 PATIENCE_S = 60.0

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from unisono import DataParallel, all_reduce
-from unisono.randomness import seeded
+from unisono.devices.randomness import seeded
 from unisono.threads.replica_generators import own_generator
 
 TWO = devices(2)

@@ -12,7 +12,7 @@ import weakref
 import pytest
 from interrupts import interrupt_main_thread, interrupting
 
-from unisono.outcome import Outcome
+from unisono.comm.outcome import Outcome
 from unisono.threads import replicas
 from unisono.threads.replicas import ReplicaThreads
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, DeviceLoader, spawn
-from unisono.backends import accelerator, get_backend
-from unisono.backends.accelerator import AcceleratorBackend
-from unisono.backends.device import Device
 from unisono.cli import checks
-from unisono.pickling import dumps
+from unisono.comm.pickling import dumps
+from unisono.devices import accelerator, get_backend
+from unisono.devices.accelerator import AcceleratorBackend
+from unisono.devices.device import Device
 
 pytestmark = [pytest.mark.any_family, pytest.mark.skipif(FAMILY != "toy", reason="make test-toy builds the toy")]
 

@@ -42,7 +42,7 @@ def test_a_family_that_was_written_by_the_recipe_keeps_the_law(tmp_path: Path) -
     text = (ROOT / "CONTRIBUTING.md").read_text().replace("foo", "toy").replace("Foo", "Toy")
     (code,) = re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (name,) = re.findall(r'^toy = "(my_package\.backend:ToyBackend)"$', text, re.MULTILINE)
-    install(tmp_path, "facts", "", f"[unisono.backends]\ntoy = {name}\n")
+    install(tmp_path, "facts", "", f"[unisono.devices]\ntoy = {name}\n")
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "backend.py").write_text(code)
     check(LAW, package=tmp_path)

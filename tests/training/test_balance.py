@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, Mean, Virtual, barrier, current_world, should_stop
-from unisono.loaders import balance
-from unisono.virtual_ranks import VirtualRanks, rebalanced, sums_of
+from unisono.batches.virtual_ranks import VirtualRanks, rebalanced, sums_of
+from unisono.loading import balance
 
 V = 6
 

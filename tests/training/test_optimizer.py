@@ -17,7 +17,7 @@ from twin import model as model_in_main_memory
 
 import unisono
 from unisono import DeviceIterator, DeviceLoader, broadcast_parameters, optimizer_step
-from unisono.backends.cpu import CpuBackend
+from unisono.devices.cpu import CpuBackend
 from unisono.world import solo_world
 
 Loader = DeviceIterator | DeviceLoader

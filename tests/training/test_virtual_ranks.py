@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean, Virtual
-from unisono.backends.cpu import CpuBackend
+from unisono.batches.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
+from unisono.devices.cpu import CpuBackend
 from unisono.errors import CollectiveMismatchError, WorkerDiedError
 from unisono.strategies import FSDP
-from unisono.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
 
 V = 4
 

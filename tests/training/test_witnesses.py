@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean, Virtual
+from unisono.batches.virtual_ranks import VirtualRanks
 from unisono.errors import CorruptedComputeError
-from unisono.loaders.sharding import Rule
-from unisono.virtual_ranks import VirtualRanks
+from unisono.loading.sharding import Rule
 
 V = 4
 SHUFFLED = partial(DataLoader, batch_size=4, shuffle=True)

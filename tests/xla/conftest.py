@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import warm_scripts
 
-from unisono.backends import get_backend
+from unisono.devices import get_backend
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 110

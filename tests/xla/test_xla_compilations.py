@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, DataParallel, barrier, current_world, gather_report, optimizer_step, rank
-from unisono.backends import get_backend
-from unisono.placement import compiled as compiled_function
+from unisono.compat.placement import compiled as compiled_function
+from unisono.devices import get_backend
 
 
 def compiled() -> int:

@@ -90,7 +90,7 @@ def test_hardware_that_is_not_there_is_refused(script):
         ({"PJRT_DEVICE": "CUDA"}, "PJRT_DEVICE=CUDA is neither CPU nor TPU, the supported ones"),
         ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE=TPU, and there is no chip here"),
     ]
-    lines = [f"refuse(unisono.placement.Device.default_xla, **{setting})" for setting, _ in refused]
+    lines = [f"refuse(unisono.compat.placement.Device.default_xla, **{setting})" for setting, _ in refused]
     done = script("\n".join([REFUSED, *(f"os.environ['PJRT_DEVICE'] = 'CPU'\n{line}" for line in lines)]))
     for (_, message), line in zip(refused, done.stdout.splitlines(), strict=True):
         assert line.startswith("ValueError: ")
@@ -108,7 +108,7 @@ def test_a_backward_pass_before_the_runtime_has_started_is_an_error_that_tells_w
         "import torch, unisono\ntorch.ones(1, requires_grad=True).sum().backward()\nunisono.Accelerator(device='xla:0')"
     )
     assert "UnisonoError: torch's autograd does not know xla:0" in done.stderr
-    assert "call unisono.placement.Device.default_xla() at the beginning of the program" in done.stderr
+    assert "call unisono.compat.placement.Device.default_xla() at the beginning of the program" in done.stderr
 
 
 def test_what_the_devices_lack_is_refused_with_what_to_do_instead(script):
@@ -174,7 +174,7 @@ def test_what_is_recorded_on_one_device_when_devices_join_stays_out_of_their_fir
 import torch
 from torch import nn
 from unisono import DataParallel, all_reduce, current_world
-from unisono.placement import Device
+from unisono.compat.placement import Device
 
 Device.default_xla()
 pending = [torch.full((3,), 2.0, device="xla:0") * factor for factor in (1, 2, 3)]
@@ -191,7 +191,7 @@ print(ones, [each.sum().item() for each in pending])
 TPU = """
 import json, os
 from torch_xla._internal import tpu
-from unisono.backends import xla
+from unisono.devices import xla
 
 def told(chips, count, environ):
     tpu.num_available_chips = lambda: chips  # what the PCI bus of this machine lacks
@@ -250,7 +250,8 @@ def test_a_device_that_still_computes_is_waited_for_before_the_runtime_reduces(s
         """
 import math, time, torch
 from torch import nn
-from unisono import DataParallel, all_reduce, current_world, placement, rank
+from unisono import DataParallel, all_reduce, current_world, rank
+from unisono.compat import placement
 
 def works(seconds, device):
     factor = torch.full((1024, 1024), 1 / 1024, device=device)

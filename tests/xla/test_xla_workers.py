@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from unisono import all_gather_object, all_reduce, current_world, spawn
-from unisono.backends import xla
 from unisono.comm.selection import innermost
 from unisono.comm.xla import XlaCommunicator
+from unisono.devices import xla
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 
 

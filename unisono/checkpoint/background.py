@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from unisono.backends import get_backend
-from unisono.backends.movement import host_buffer
+from unisono.comm.outcome import Outcome
 from unisono.comm.thread_start import start_threads
-from unisono.outcome import Outcome
+from unisono.devices import get_backend
+from unisono.devices.movement import host_buffer
 
 logger = logging.getLogger(__name__)
 

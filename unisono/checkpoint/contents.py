@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import torch
 
-from unisono.backends import CPU
 from unisono.checkpoint.directory import SHARD, STATE, Manifest, find, read_manifest, verify
 from unisono.checkpoint.folders import Folder, Location, replace_file, write_file
 from unisono.checkpoint.objects import joined_state
+from unisono.devices import CPU
 from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 
 Format = Literal["torch", "safetensors"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from unisono.backends import CPU
-from unisono.randomness import numpy_state, seed_of, set_numpy_state
+from unisono.devices import CPU
+from unisono.devices.randomness import numpy_state, seed_of, set_numpy_state
 from unisono.world import World
 
 logger = logging.getLogger(__name__)

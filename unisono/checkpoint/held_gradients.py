@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from unisono.deliveries import Batch, Loop
+from unisono.batches.deliveries import Batch, Loop
 from unisono.errors import CheckpointError
 from unisono.training.claims import Claim
 from unisono.training.gradients import is_sparse

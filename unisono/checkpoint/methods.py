@@ -30,7 +30,7 @@ from unisono.checkpoint.saver import Loaded, Restored, Saver, agree_on
 from unisono.checkpoint.snapshots import Described, Home, Snapshots
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
-from unisono.timeline import SAVE
+from unisono.report.timeline import SAVE
 from unisono.torch_private import STEP_WRAPPED
 from unisono.training.digests import describe_kernels, record_checkpoint
 from unisono.training.prepared.prepared_objects import PreparedObjects

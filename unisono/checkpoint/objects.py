@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.serialization import as_plain
 from unisono.errors import CheckpointMismatchError
-from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
-from unisono.loaders.sources import is_stateful
+from unisono.loading.device_iterator import DeviceIterator
+from unisono.loading.parallel_loader import DeviceLoader, ParallelLoader
+from unisono.loading.sources import is_stateful
 from unisono.training.prepared.metrics import is_metric
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.step_checks import engines_of

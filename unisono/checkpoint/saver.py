@@ -44,10 +44,10 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.serialization import as_plain
 from unisono.comm.operations import HOST
+from unisono.comm.outcome import Outcome, add_note_once
 from unisono.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
 from unisono.launch.process_group import suppress_greetings
-from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
-from unisono.outcome import Outcome, add_note_once
+from unisono.loading.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.training.digests import record_checkpoint
 from unisono.training.strategies.sharded import gather_aside
 from unisono.training.strategies.states import broadcast_entries

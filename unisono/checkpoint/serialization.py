@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from unisono.arguments import check_type
-from unisono.backends import CPU
+from unisono.devices import CPU
 from unisono.errors import DamagedCheckpointError
 from unisono.tree import tree_map
 

@@ -28,6 +28,7 @@ from weakref import WeakMethod, finalize, ref
 import torch
 from torch import nn
 
+from unisono.batches.deliveries import Loop
 from unisono.checkpoint.contents import Contents
 from unisono.checkpoint.generators import generator_states, keep_device_generator
 from unisono.checkpoint.objects import (
@@ -46,12 +47,11 @@ from unisono.checkpoint.snapshot_contents import contents_of, packed
 from unisono.checkpoint.snapshot_memory import SLOTS, Content, SlotWriter, find_parts, free_others, size_of
 from unisono.checkpoint.snapshot_neighbours import Neighbours
 from unisono.checkpoint.snapshot_search import gather_snapshot
-from unisono.deliveries import Loop
 from unisono.errors import CheckpointError
 from unisono.launch.held_memory import create_memory
 from unisono.launch.messages import say_once
 from unisono.launch.watching.memory import memory_left
-from unisono.timeline import SAVE
+from unisono.report.timeline import SAVE
 from unisono.training.steps import Steps
 from unisono.training.strategies.states import plain_name
 from unisono.world import World

@@ -18,9 +18,9 @@ from typing import IO, Any
 import psutil
 import torch
 
-from unisono.backends import family_names, get_backend
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
+from unisono.devices import family_names, get_backend
 from unisono.launch.hosts.endpoint import addresses_of, is_served, is_this_machine, split_endpoint, unknown_interfaces
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn

@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from unisono.backends import get_backend
 from unisono.comm.operations import HOST
+from unisono.devices import get_backend
 
 _BYTES, _REPEATED = 32 << 20, 3
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
 
-from unisono.outcome import Outcome
+from unisono.comm.outcome import Outcome
 
 _EPILOG = """\
 Each line is ok, a warning (hurts some runs) or a problem (runs do not work). An area without

@@ -91,7 +91,7 @@ def replay_rank(rank: int, replay: Replay, target: Target, variables: dict[str, 
 
 def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
     """ValueError: what was asked for does not fit the run, or this machine."""
-    from unisono.backends import pick_backend
+    from unisono.devices import pick_backend
 
     count, optimizers = recorded.settings.get("virtual_ranks"), {optimizer for _, optimizer in recorded.steps}
     if not recorded.command:
@@ -195,6 +195,6 @@ def _target_of(parsed: argparse.Namespace, replay: Replay) -> Target:
 
 
 def _family_of(parsed: argparse.Namespace, recorded: RunDigests) -> str | None:
-    from unisono.backends import get_backend
+    from unisono.devices import get_backend
 
     return parsed.backend or (recorded.backend if get_backend(recorded.backend).is_available() else None)

@@ -41,7 +41,7 @@ def run(parsed: argparse.Namespace) -> int:
     is_here = parsed.standalone or (parsed.nnodes in (None, (1, 1)) and endpoint_of(parsed) is None)
     if not (is_here and parsed.nproc == 1) and parsed.start_method in (None, "zygote"):
         warm_early(parsed.inherited)  # it imports torch while this process does
-    from unisono.backends.cores import workers_per_node
+    from unisono.devices.cores import workers_per_node
     from unisono.launch.hosts.environment import announced_agent
     from unisono.launch.run_target import Target, check_target
 
@@ -108,7 +108,7 @@ def _print_end(directory: Path, seconds: float) -> None:
 
 
 def _run_here(parsed: argparse.Namespace, target: Target) -> None:
-    from unisono.backends import pick_backend
+    from unisono.devices import pick_backend
     from unisono.launch.hosts.environment import within
     from unisono.launch.run_target import run_worker_target, variables_of_machine, variables_of_run
     from unisono.launch.spawn import spawn
@@ -126,14 +126,14 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
 
 
 def _run_on_machines(parsed: argparse.Namespace, target: Target, machines: MachineOptions) -> None:
-    from unisono.backends import pick_backend
+    from unisono.comm.pickling import pickle_call
     from unisono.comm.selection import group_backend
+    from unisono.devices import pick_backend
     from unisono.launch.hosts.agent import run_agent
     from unisono.launch.options import Options
     from unisono.launch.run_target import run_worker_target, variables_of_run
     from unisono.launch.settings import Settings
     from unisono.launch.spawn import check_nprocs, make_job
-    from unisono.pickling import pickle_call
 
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
@@ -233,10 +233,10 @@ def _page_of(kind: type[UnisonoError]) -> str:
 
 def print_failure(error: Exception) -> int:
     """Print what ended the run, once, without the launcher's own frames; return the exit code."""
+    from unisono.comm.outcome import traceback_of
+    from unisono.comm.stacks import fold_frames
     from unisono.launch.messages import shows_all_frames
     from unisono.launch.run_target import exit_code_of
-    from unisono.outcome import traceback_of
-    from unisono.stacks import fold_frames
 
     is_of_script = _is_of_script(error)
     if is_of_script and isinstance(error.__cause__, RemoteTraceback):

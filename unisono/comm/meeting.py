@@ -23,8 +23,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from unisono.comm.operations import END, Call, action_of, broken, departure, is_of_loop, left, mismatch_error
-from unisono.outcome import Outcome, copy_error
-from unisono.stacks import describe_call, own_frames
+from unisono.comm.outcome import Outcome, copy_error
+from unisono.comm.stacks import describe_call, own_frames
 
 R = TypeVar("R")
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
-from unisono.stacks import Frame
+from unisono.comm.stacks import Frame
 
 _KEPT = 16  # calls; a rank that does not wait for the results of its calls may be ahead of its peers by so many
 

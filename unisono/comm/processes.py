@@ -47,15 +47,15 @@ from unisono.comm.operations import (
     mismatch_error,
     name_ranks,
 )
+from unisono.comm.outcome import Outcome
+from unisono.comm.pickling import dumps
 from unisono.comm.sealing import UnsignedError, seal, tensor_of, unseal
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.comm.shutdown import end_group
+from unisono.comm.stacks import describe_call, frames_of_error, own_frames
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoError
-from unisono.outcome import Outcome
-from unisono.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
-from unisono.stacks import describe_call, frames_of_error, own_frames
 
 T = TypeVar("T")
 R = TypeVar("R")

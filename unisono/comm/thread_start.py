@@ -13,8 +13,8 @@ import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 
+from unisono.comm.outcome import Outcome
 from unisono.errors import UnisonoError
-from unisono.outcome import Outcome
 
 
 def check_threads(who: str, uses_processes: bool = False) -> None:

@@ -22,7 +22,7 @@ import torch
 from unisono.comm.folding import SharedFold, all_reduction, fold
 from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
-from unisono.pickling import dumps
+from unisono.comm.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
 
 R = TypeVar("R")

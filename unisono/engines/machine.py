@@ -20,10 +20,10 @@ import time
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from unisono.comm.outcome import Outcome
 from unisono.errors import UnisonoError
 from unisono.launch.engines import Bundle
 from unisono.launch.hosts.endpoint import free_port
-from unisono.outcome import Outcome
 
 MARK = b"\0unisono "  # begins a line of standard output that is not the workers'
 _GONE = "unisono: the caller is gone"
@@ -39,7 +39,7 @@ def run_machine(bundle: bytes, number: int, count: int, per_machine: int, endpoi
 
 
 def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) -> Outcome[list[Any]]:
-    from unisono.backends import pick_backend
+    from unisono.devices import pick_backend
     from unisono.launch.hosts.agent import MachineOptions, run_agent
     from unisono.launch.spawn import check_nprocs, make_job
 

@@ -17,10 +17,10 @@ from queue import Empty, SimpleQueue
 from subprocess import PIPE, Popen, TimeoutExpired
 from weakref import WeakSet
 
+from unisono.comm.outcome import Outcome
 from unisono.engines.machine import MARK
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.starting.process_ends import interpreter_command
-from unisono.outcome import Outcome
 
 # The parent is known before the imports, which take seconds: afterwards it may be the one that has adopted an orphan.
 PROGRAM = "import os; parent = {parent}; from unisono.engines.machine import main; main(parent)"

@@ -14,9 +14,9 @@ from types import NoneType
 from typing import Any
 
 from unisono.arguments import check_integer, check_type
+from unisono.comm.outcome import Outcome
 from unisono.engines.piped import PipedMachine, local_command
 from unisono.errors import UnisonoError
-from unisono.outcome import Outcome
 from unisono.protocols import Run
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from uuid import uuid4
 
 from unisono.arguments import check_integer
+from unisono.comm.outcome import Outcome
 from unisono.engines.machine import run_machine
 from unisono.engines.piped import show
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.hosts.environment import node_of_step
 from unisono.launch.starting.process_ends import interpreter_command
-from unisono.outcome import Outcome
 from unisono.protocols import Run
 
 _PROGRAM = "from unisono.engines.slurm import run_node; run_node()"

@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 from unisono.arguments import check_integer
+from unisono.comm.outcome import Outcome, first_cause
+from unisono.comm.pickling import pickle_call
 from unisono.errors import StoppedError
 from unisono.launch.context import say_asked
 from unisono.launch.job import Caller
 from unisono.launch.options import Options
 from unisono.launch.settings import Settings
-from unisono.outcome import Outcome, first_cause
-from unisono.pickling import pickle_call
 from unisono.protocols import Engine, Run
 
 _GROUP = "unisono.engines"

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from unisono.comm.outcome import Outcome, first_cause, this_process
+from unisono.comm.stacks import TELL_STACKS
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import StackCollection
@@ -43,9 +45,7 @@ from unisono.launch.starting.process_ends import kill_marked
 from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.output import WorkerOutput
-from unisono.outcome import Outcome, first_cause, this_process
 from unisono.report.steps import StepsDone
-from unisono.stacks import TELL_STACKS
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.agent_round import MachineReport

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unisono.comm.outcome import Outcome, add_note_once, first_cause
+from unisono.comm.stacks import describe_call, frames_of, main_stack
 from unisono.errors import ClosedError, CollectiveMismatchError, WorkerDiedError
 from unisono.launch.reports import Inbox
-from unisono.outcome import Outcome, add_note_once, first_cause
-from unisono.stacks import describe_call, frames_of, main_stack
 
 _ABORTED = "gloo::EnforceNotMet"  # the transport ends the process if a peer sends unexpected data
 _TAIL = 20  # lines

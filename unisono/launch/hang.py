@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from unisono.comm.noted_calls import find_mismatch
 from unisono.comm.operations import mismatch_error
+from unisono.comm.stacks import PACKAGE, describe_call, frames_of, main_stack
 from unisono.errors import CollectiveMismatchError, WorkerHungError
 from unisono.launch.group_outcome import Worker
 from unisono.launch.job import Job
 from unisono.launch.reports import Pulse
 from unisono.launch.worker import stacks_path
-from unisono.stacks import PACKAGE, describe_call, frames_of, main_stack
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.agent_round import MachineReport

@@ -33,13 +33,13 @@ from secrets import token_hex
 from typing import IO, Any
 from zlib import crc32
 
-from unisono import terminal
 from unisono.errors import UnisonoError
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import describe_modules
 from unisono.launch.options import Options
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import search_path
+from unisono.report import terminal
 
 _NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
 SOCKETS = "multiprocessing"

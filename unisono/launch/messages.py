@@ -9,8 +9,8 @@ import errno
 import logging
 import os
 
+from unisono.comm.outcome import add_note_once, chain_of
 from unisono.errors import RemoteTraceback
-from unisono.outcome import add_note_once, chain_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Literal, TypedDict
 
 from unisono.arguments import check_choice, check_integer, check_type, explain_unknown_names
-from unisono.backends.cores import fair_num_threads
+from unisono.devices.cores import fair_num_threads
 from unisono.protocols import Engine
 
 logger = logging.getLogger(__name__)

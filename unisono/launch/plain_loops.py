@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.launch.script_group import replace_functions
-from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, REDUCE, STEP, Track, Waits
+from unisono.report.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, REDUCE, STEP, Track, Waits
 from unisono.tree import batch_size, flat_tensors, nbytes
 from unisono.world import World
 

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.backends import family_names
 from unisono.comm.group_counts import count_group, forget_group
 from unisono.comm.noted_calls import forget_calls, note_calls
 from unisono.comm.operations import HOST
 from unisono.comm.sealing import check_members
 from unisono.comm.shared_memory.process_group import NAME, SharedMemoryGroup
 from unisono.comm.shutdown import free_reducers_before_groups
-from unisono.graphs import keep_package_out_of_graphs
+from unisono.devices import family_names
+from unisono.devices.graphs import keep_package_out_of_graphs
 from unisono.torch_private import default_store
 from unisono.world import current_world
 

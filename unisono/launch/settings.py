@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from unisono.backends.switches import SWITCHES, Switch
-from unisono.pickling import is_picklable
+from unisono.comm.pickling import is_picklable
+from unisono.devices.switches import SWITCHES, Switch
 from unisono.protocols import Backend
 
 Handler = tuple[type[logging.Handler], str, dict[str, Any]]

@@ -14,9 +14,11 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from unisono import preemption
 from unisono.arguments import check_integer, check_names, check_type
-from unisono.backends import pick_backend
+from unisono.comm.outcome import add_note_once
+from unisono.comm.pickling import pickle_call
 from unisono.comm.selection import group_backend
 from unisono.comm.thread_start import check_threads
+from unisono.devices import pick_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ProcessContext
 from unisono.launch.engines import find_engine, spawn_on
@@ -29,8 +31,6 @@ from unisono.launch.reports import count_of
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
 from unisono.launch.worker import exit_error, refuse_while_loading
-from unisono.outcome import add_note_once
-from unisono.pickling import pickle_call
 from unisono.protocols import Backend
 from unisono.world import solo_world, use_world
 

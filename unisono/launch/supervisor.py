@@ -28,6 +28,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.comm.outcome import Outcome
+from unisono.comm.stacks import frames_of
 from unisono.errors import (
     RemoteTraceback,
     StoppedError,
@@ -42,9 +44,7 @@ from unisono.launch.job import Job, rendezvous
 from unisono.launch.messages import add_limit_note
 from unisono.launch.watching.log_directory import log_file, make_log_directory
 from unisono.launch.watching.output import WorkerOutput
-from unisono.outcome import Outcome
 from unisono.report.record import write_fault
-from unisono.stacks import frames_of
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.agent_round import MachineReport

@@ -32,12 +32,15 @@ from typing import Any, NoReturn
 import torch
 import torch.utils.data  # here, so that every fork has it
 
-from unisono import preemption, terminal
-from unisono.backends import get_backend
-from unisono.backends.cores import cores_near
+from unisono import preemption
+from unisono.comm.outcome import Outcome, chain_of, this_process
+from unisono.comm.pickling import loads_call
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.comm.sealing import use_secret
 from unisono.comm.selection import innermost, translate_error
+from unisono.comm.stacks import TELL_STACKS
+from unisono.devices import get_backend
+from unisono.devices.cores import cores_near
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.held_memory import own_steps
 from unisono.launch.hosts.environment import RankPlace
@@ -52,11 +55,9 @@ from unisono.launch.settings import Settings
 from unisono.launch.starting.allocator import keep_freed_memory
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import close_files, name_process
-from unisono.outcome import Outcome, chain_of, this_process
-from unisono.pickling import loads_call
+from unisono.report import terminal
 from unisono.report.record import Recorder
 from unisono.report.steps import StepsDone
-from unisono.stacks import TELL_STACKS
 from unisono.world import World, set_process_world
 
 _MAX_SOCKET_PATH = 104  # bytes: the smallest limit of any Unix

@@ -16,7 +16,7 @@ from typing import Any
 from unisono.report.run import RankRecord, Run, summary_of
 from unisono.report.summary import CAUSES, PEERS, RankSummary, label, slowest_of, summarise
 from unisono.report.text import aligned
-from unisono.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, MOVE, REDUCE, STEP
+from unisono.report.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, MOVE, REDUCE, STEP
 from unisono.world import World
 
 _EVERY_S = 1.0

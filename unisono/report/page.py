@@ -17,7 +17,7 @@ import numpy as np
 from unisono.report.live import logged_line
 from unisono.report.run import RankRecord, Run
 from unisono.report.summary import LOOP_PHASES, label
-from unisono.timeline import COMPUTE, FETCH, REDUCE, STEP
+from unisono.report.timeline import COMPUTE, FETCH, REDUCE, STEP
 
 _COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182"}
 _NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unisono.timeline import PHASES
+from unisono.report.timeline import PHASES
 from unisono.world import current_world
 
 

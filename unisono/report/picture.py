@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.report.summary import LOOP_PHASES, Report, label
-from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP
+from unisono.report.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP
 
 _NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")  # for named phases, in turn
 _COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182", MOVE: "#8d96a3"}

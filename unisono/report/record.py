@@ -42,7 +42,7 @@ import torch
 
 from unisono.report.steps import StepsDone
 from unisono.report.summary import CLOCK, summarise
-from unisono.timeline import EVALUATE, LOG, SAVE, STEP, Track
+from unisono.report.timeline import EVALUATE, LOG, SAVE, STEP, Track
 from unisono.world import World
 
 MAX_STEPS = 1000  # whose times are in one line

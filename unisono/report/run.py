@@ -17,7 +17,7 @@ import psutil
 from unisono.report.record import SLOWER
 from unisono.report.restarts import Restarts, restarts_of
 from unisono.report.summary import RankSummary, Report
-from unisono.timeline import Span
+from unisono.report.timeline import Span
 
 _TAKEN = 0.2  # of the machine's cores, by processes that are not the run's
 _FULL = 0.9  # of the machine's cores in use: less, and others have not slowed the run down

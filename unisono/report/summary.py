@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unisono.timeline import (
+from unisono.report.timeline import (
     BACKWARD,
     COMPUTE,
     DEVICE,

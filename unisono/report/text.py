@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unisono.report.summary import CAUSES, Report, label
-from unisono.timeline import BACKWARD, EVALUATE, FORWARD, LOG, PHASES, SAVE
+from unisono.report.timeline import BACKWARD, EVALUATE, FORWARD, LOG, PHASES, SAVE
 
 _TITLE = "Where the time went"
 OWN_NAMED = (FORWARD, BACKWARD, EVALUATE, LOG, SAVE)

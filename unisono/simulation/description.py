@@ -15,8 +15,8 @@ import numpy
 
 from unisono.report.run import read_run
 from unisono.report.summary import SOURCE
+from unisono.report.timeline import DEVICE, EVALUATE, FETCH, FORWARD, LOG, MOVE, REDUCE, SAVE, STEP, Span
 from unisono.strategies import DDP, FSDP, ZeRO1
-from unisono.timeline import DEVICE, EVALUATE, FETCH, FORWARD, LOG, MOVE, REDUCE, SAVE, STEP, Span
 
 T = TypeVar("T")
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")

@@ -25,19 +25,19 @@ import torch
 from torch import nn
 
 from unisono.arguments import check_type
-from unisono.backends import pick_backend, resolve_device, resolve_devices
-from unisono.backends.cores import fair_num_threads, kept_num_threads
-from unisono.backends.movement import move_module
 from unisono.comm.operations import HOST
+from unisono.comm.outcome import add_note_once
+from unisono.devices import pick_backend, resolve_device, resolve_devices
+from unisono.devices.cores import fair_num_threads, kept_num_threads
+from unisono.devices.movement import move_module
+from unisono.devices.randomness import seed_of
 from unisono.errors import BusyError
-from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import ParallelLoader
-from unisono.loaders.registry import Sources
-from unisono.outcome import add_note_once
-from unisono.randomness import seed_of
+from unisono.loading.device_iterator import DeviceIterator
+from unisono.loading.parallel_loader import ParallelLoader
+from unisono.loading.registry import Sources
+from unisono.report.timeline import Timeline
 from unisono.threads.replica_generators import ReplicaGenerators
 from unisono.threads.replicas import ReplicaThreads
-from unisono.timeline import Timeline
 from unisono.training.agreement import first_difference
 from unisono.training.optimizer import ByHand
 from unisono.world import World, current_world, meet_anew, solo_world, thread_worlds, use_world

@@ -36,9 +36,9 @@ from typing import Any
 
 import torch
 
-from unisono.backends.seeding import ask_before_seeding_all, seed_device
+from unisono.devices.randomness import is_seeding
+from unisono.devices.seeding import ask_before_seeding_all, seed_device
 from unisono.protocols import Backend
-from unisono.randomness import is_seeding
 from unisono.torch_private import (
     GENERATOR_ADDRESS,
     TRIED,

@@ -26,9 +26,9 @@ from operator import call
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from unisono.comm.outcome import Outcome
 from unisono.comm.thread_start import start_threads
 from unisono.errors import BusyError
-from unisono.outcome import Outcome
 from unisono.preemption import serving
 
 _EXIT_S = 5.0  # for all threads; a call that was interrupted twice may still run its loop

@@ -21,7 +21,7 @@ from typing import Any
 
 from unisono.arguments import check_type
 from unisono.errors import UnisonoError
-from unisono.timeline import LOG
+from unisono.report.timeline import LOG
 from unisono.tracking.libraries import LIBRARIES, JsonLines, flat, is_installed
 from unisono.tracking.tracker import Tracker, name_of, plain_step, plain_values
 from unisono.world import World

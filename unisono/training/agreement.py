@@ -20,7 +20,7 @@ from torch import nn
 from unisono.arguments import check_integer
 from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.torch_private import BatchNorm, foreach_copy_
 from unisono.training.collectives import with_shape
 from unisono.training.gradients import buckets, parts_of

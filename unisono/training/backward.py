@@ -33,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.timeline import BACKWARD
+from unisono.report.timeline import BACKWARD
 from unisono.torch_private import SEQUENCE_NUMBER, current_graph_task_id, queue_callback
 from unisono.training import claims
 from unisono.training.claims import Claim, Crossings, Origin, find_origin

@@ -14,9 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.arguments import check_type
+from unisono.batches.deliveries import Batch
 from unisono.comm.operations import HOST
-from unisono.deliveries import Batch
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.torch_private import current_graph_task_id
 from unisono.world import World
 

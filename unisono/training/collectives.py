@@ -16,7 +16,7 @@ import torch
 from unisono.arguments import check_type
 from unisono.comm.operations import HOST
 from unisono.protocols import ReduceOp
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.tree import leaves, tree_map
 from unisono.world import World, current_world
 

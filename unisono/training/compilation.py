@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.graphs import keep_package_out_of_graphs
+from unisono.devices.graphs import keep_package_out_of_graphs
 from unisono.torch_private import CALL, COMPILED_CALL, set_lru_cache
 
 

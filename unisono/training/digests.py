@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.deliveries import Batch, Loop
+from unisono.batches.deliveries import Batch, Loop
 from unisono.training.parameter_names import parameters_of
 from unisono.training.replay import replay_of
 from unisono.training.steps import Steps

@@ -19,8 +19,8 @@ from weakref import ref
 
 import torch
 
-from unisono.backends.movement import host_buffer
-from unisono.timeline import NOT_FINITE
+from unisono.devices.movement import host_buffer
+from unisono.report.timeline import NOT_FINITE
 from unisono.training.gradients import values_of
 from unisono.training.steps import Steps
 from unisono.training.strategies.sharded import is_distributed

@@ -36,7 +36,7 @@ from unisono.training.rules import (
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from unisono.deliveries import Batch, Loop
+    from unisono.batches.deliveries import Batch, Loop
     from unisono.training.claims import Claim, Origin
 
 ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loader

@@ -20,7 +20,7 @@ import torch
 
 from unisono.arguments import check_type
 from unisono.comm.operations import HOST
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.training.collectives import num_rows
 from unisono.world import World, current_world
 

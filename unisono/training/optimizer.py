@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.arguments import check_type
-from unisono.timeline import REDUCE, STEP
+from unisono.report.timeline import REDUCE, STEP
 from unisono.training.agreement import check_agreement
 from unisono.training.backward import Passes
 from unisono.training.claims import Crossings, Origin, check_counts, claim_of, find_origin, named_origin, refuse_crossed

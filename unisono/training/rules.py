@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from unisono.deliveries import Batch
+    from unisono.batches.deliveries import Batch
     from unisono.training.machine import Held, Machine, Step
 
 COLLECTING = "collecting"  # fewer microbatches than a step has

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection
 import torch
 from torch.optim import Optimizer
 
+from unisono.batches.deliveries import Batch
+from unisono.batches.virtual_ranks import VirtualRanks
 from unisono.comm.operations import HOST, WEIGHTS
-from unisono.deliveries import Batch
 from unisono.training.claims import Claim, Origin, check_counts, check_repeated, check_same, claim_of
 from unisono.training.machine import ELSEWHERE, UNITS, Machine, Misfit, Step, Visit
 from unisono.training.rules import Policy
-from unisono.virtual_ranks import VirtualRanks
 from unisono.world import World
 
 

@@ -7,7 +7,7 @@ import torch
 from unisono import preemption
 from unisono.comm.operations import HOST
 from unisono.errors import UnisonoError
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.training.collectives import refuse_within_round
 from unisono.world import World, current_world, warning_signals
 

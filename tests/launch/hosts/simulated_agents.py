@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unisono.comm.outcome import Outcome
 from unisono.errors import BrokenWorldError, UnisonoError
 from unisono.launch.hosts.agent_round import AgentRound, MachineReport
-from unisono.outcome import Outcome
 
 PATIENCE_S, BEAT_S, LOOK_S, LINGER_S = 10.0, 1.0, 0.1, 3.0  # of a machine's silence; as `OtherMachines` and `Agent` do
 SHORT_S = PATIENCE_S - 3 * BEAT_S  # nobody is lost by so short a silence

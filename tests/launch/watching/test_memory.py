@@ -14,7 +14,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from unisono.backends.cores import cgroup_directories
+from unisono.devices.cores import cgroup_directories
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import OomWatch, memory_limit

@@ -31,8 +31,8 @@ from unisono.comm.operations import END, is_of_loop, mismatch_error, name_ranks
 from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.mapping import Mapping
 from unisono.comm.shared_memory.notes import Notes
+from unisono.comm.stacks import describe_call, own_frames
 from unisono.errors import CollectiveMismatchError
-from unisono.stacks import describe_call, own_frames
 
 _COUNT, _STATE, _CONNECTED, _ELSEWHERE = 0, 4, 12, 16  # offsets of a rank's words in its header
 _OPEN, _LEFT, _BROKEN = 0, 1, 2

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from unisono.accelerator import Accelerator as Native
 from unisono.arguments import explain_unknown_names
+from unisono.batches.virtual_ranks import Virtual
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, asked_device, joined_world
 from unisono.compat.accelerate.tracking import GeneralTracker, seen_by_scripts
@@ -46,7 +47,6 @@ from unisono.training.prepared.metrics import NoSuchBatchError
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.scheduler import Unit
 from unisono.tree import leaves
-from unisono.virtual_ranks import Virtual
 
 logger = logging.getLogger(__name__)
 

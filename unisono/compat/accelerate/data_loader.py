@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
+from unisono.batches.virtual_ranks import Virtual
 from unisono.compat.accelerate.state import joined_world
 from unisono.compat.accelerate.utils.other import Seed
 from unisono.compat.left_out import left_out
-from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import DeviceLoader
-from unisono.loaders.sharding import Split
-from unisono.virtual_ranks import Virtual
+from unisono.loading.device_iterator import DeviceIterator
+from unisono.loading.parallel_loader import DeviceLoader
+from unisono.loading.sharding import Split
 from unisono.world import World
 
 DataLoaderShard = DataLoaderDispatcher = DeviceLoader

@@ -15,10 +15,10 @@ from weakref import ref
 import torch
 
 from unisono.accelerator import Accelerator
-from unisono.backends import CPU, resolve_device
 from unisono.compat.accelerate.utils.dataclasses import DistributedType
 from unisono.compat.accelerate.utils.environment import parse_flag_from_env
 from unisono.compat.left_out import left_out, refuse
+from unisono.devices import CPU, resolve_device
 from unisono.launch.hosts.join_world import join_world
 from unisono.training.rank_view import RankView, where
 from unisono.world import World, current_world, solo_world

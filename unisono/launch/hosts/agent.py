@@ -43,6 +43,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from unisono.comm.outcome import Outcome
 from unisono.comm.sealing import agree, sealed_store, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
@@ -69,7 +70,6 @@ from unisono.launch.starting.marks import SECRET
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.launch.watching.log_directory import make_log_directory, name_run
-from unisono.outcome import Outcome
 from unisono.torch_private import (
     MONITOR_WORKERS,
     REMAINING_RESTARTS,

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unisono.comm.outcome import Outcome, first_cause
 from unisono.comm.sealing import UnsignedError
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.reports import Pulse
-from unisono.outcome import Outcome, first_cause
 
 _SILENCE_S = 3.0  # several beats: a machine that has been silent for so long explains why its peers failed
 _CAUSE_S = 5.0  # longer: a machine's last report is read up to a beat after it was written

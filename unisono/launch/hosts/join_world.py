@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 
 from unisono import preemption
-from unisono.backends import family_names, pick_backend
-from unisono.backends.cores import fair_num_threads
+from unisono.comm.outcome import Outcome, add_note_once
 from unisono.comm.shutdown import free_reducers_before_groups
+from unisono.devices import family_names, pick_backend
+from unisono.devices.cores import fair_num_threads
 from unisono.errors import StoppedError
 from unisono.launch.hosts.environment import announced_place, take, within
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import count_of
 from unisono.launch.script_group import initialising, replace_functions
 from unisono.launch.worker import exit_error
-from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
 from unisono.world import World, current_world, given_world, set_process_world
 

@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from unisono.comm.outcome import Outcome
 from unisono.comm.sealing import Overwriting, UnsignedError, seal, unseal
 from unisono.errors import UnisonoError
-from unisono.outcome import Outcome
 
 _OVERWRITTEN_S = 20.0  # of an attack, after which the run ends
 _NOTHING = b"Y2FuaW1hZGFt"  # what torch writes where no agent has come yet

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from unisono.backends import CPU, get_backend
+from unisono.devices import CPU, get_backend
 from unisono.launch.starting import wire
 from unisono.launch.starting.process_ends import name_process, native_threads
 from unisono.launch.starting.warm_start import check_directory, difference, peer_uid, socket_path

@@ -182,7 +182,7 @@ class Zygote:
             self.families.add(family)
             self.is_frozen = False
             with contextlib.suppress(Exception):
-                from unisono.backends import get_backend
+                from unisono.devices import get_backend
 
                 get_backend(family).preload()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from unisono.backends.cores import cgroup_directories, read_number
+from unisono.devices.cores import cgroup_directories, read_number
 
 _ROOT = Path("/")
 _COUNTERS = ("memory.events", "memory.oom_control")  # of versions 2 and 1 of control groups

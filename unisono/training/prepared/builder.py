@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.backends.movement import move_module
-from unisono.randomness import seed_of, seed_python
+from unisono.devices.movement import move_module
+from unisono.devices.randomness import seed_of, seed_python
 from unisono.torch_private import APPLY
 from unisono.training.backward import Passes
 from unisono.training.batch_norm import synchronize_batch_norm

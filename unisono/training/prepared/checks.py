@@ -12,13 +12,13 @@ import torch
 from torch.amp import GradScaler
 
 from unisono.arguments import check_choice, check_integer, check_type
-from unisono.backends import CPU, resolve_device
+from unisono.batches.virtual_ranks import VirtualRanks, virtual_of
+from unisono.devices import CPU, resolve_device
 from unisono.protocols import Backend, Feature
 from unisono.strategies import DDP, FSDP, Choice
 from unisono.torch_private import set_lru_cache
 from unisono.training.prepared.scheduler import Unit
 from unisono.training.strategies.strategy import Strategy
-from unisono.virtual_ranks import VirtualRanks, virtual_of
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from unisono.batches.deliveries import Loop
+from unisono.batches.storages import StorageMap
 from unisono.comm.operations import HOST
-from unisono.deliveries import Loop
 from unisono.errors import CollectiveMismatchError
-from unisono.storages import StorageMap
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.training.collectives import (
     all_gather_object,
     announce_structure,

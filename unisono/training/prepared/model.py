@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.deliveries import Batch
-from unisono.timeline import FORWARD
+from unisono.batches.deliveries import Batch
+from unisono.report.timeline import FORWARD
 from unisono.torch_private import APPLY, MODULES, overrides
 from unisono.training.backward import Passes
 from unisono.training.compilation import keep_out_of_graphs

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 from unisono.training.means import Mean
 from unisono.training.optimizer import prepared

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from unisono.outcome import add_note_once
+from unisono.comm.outcome import add_note_once
 from unisono.torch_private import STEP_WRAPPED
 from unisono.training.prepared.stepper import Stepper
 

@@ -24,9 +24,9 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from unisono.batches.deliveries import Loop
 from unisono.comm.selection import raise_translated
-from unisono.deliveries import Loop
-from unisono.timeline import REDUCE, STEP
+from unisono.report.timeline import REDUCE, STEP
 from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
 from unisono.training import optimizer as by_hand
 from unisono.training.backward import Passes

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 from unisono.comm.selection import begin_average
 from unisono.comm.shutdown import free_reducer
-from unisono.randomness import numpy_state, set_numpy_state
+from unisono.devices.randomness import numpy_state, set_numpy_state
+from unisono.report.timeline import REDUCE, Timeline
 from unisono.strategies import DDP
-from unisono.timeline import REDUCE, Timeline
 from unisono.torch_private import (
     ACTIVE,
     BUILD_PARAMETERS,

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Optimizer
 
+from unisono.report.timeline import REDUCE
 from unisono.strategies import DiLoCo
-from unisono.timeline import REDUCE
 from unisono.training.gradients import buckets
 from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.torch_private import will_engine_execute_node
 from unisono.training.compilation import compilable
 from unisono.training.gradients import reduce_gradients, scale_gradients

@@ -10,7 +10,7 @@ from torch import nn
 
 from unisono.comm.operations import ADVICE_ON_STATES, LOADED
 from unisono.errors import BrokenWorldError
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.training.agreement import (
     broadcast_together,
     check_agreement,

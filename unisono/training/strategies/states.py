@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from unisono.comm.pickling import BETWEEN_RANKS
 from unisono.errors import CheckpointError, CheckpointMismatchError
-from unisono.pickling import BETWEEN_RANKS
 from unisono.torch_private import MODULES
 from unisono.training.gradients import is_sparse, parts_of
 from unisono.training.parameter_names import parameters_of

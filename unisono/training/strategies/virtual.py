@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.backends.seeding import seed_beside
-from unisono.deliveries import Batch, Loop
+from unisono.batches.deliveries import Batch, Loop
+from unisono.batches.virtual_ranks import WITNESS, Draw, Node, VirtualRanks, fold_over_ranks, sums_of
+from unisono.devices.seeding import seed_beside
 from unisono.strategies import FSDP
 from unisono.torch_private import VERSION
 from unisono.training.gradients import buckets
@@ -33,7 +34,6 @@ from unisono.training.strategies.strategy import Strategy, takes_whole_parameter
 from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
 from unisono.training.strategies.virtual_requests import Requests
 from unisono.training.strategies.witnesses import Witnesses
-from unisono.virtual_ranks import WITNESS, Draw, Node, VirtualRanks, fold_over_ranks, sums_of
 from unisono.world import World
 
 _LARGE = 1 << 18  # bytes: to copy them into a bucket takes longer than one collective more

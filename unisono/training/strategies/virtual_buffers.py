@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from unisono.batches.virtual_ranks import Node, Tree, VirtualRanks
 from unisono.training.agreement import broadcast_together
 from unisono.training.strategies.held import Members
-from unisono.virtual_ranks import Node, Tree, VirtualRanks
 from unisono.world import World
 
 Tensors = dict[torch.Tensor, torch.Tensor]

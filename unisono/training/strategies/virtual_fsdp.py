@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.batches.virtual_ranks import VirtualRanks
 from unisono.strategies import FSDP
 from unisono.torch_private import VERSION, queue_callback
 from unisono.training.machine import Visit
@@ -18,7 +19,6 @@ from unisono.training.strategies.engine import weak_method
 from unisono.training.strategies.fsdp import FSDPEngine
 from unisono.training.strategies.sharded import drop_whole_gradients, whole_gradient
 from unisono.training.strategies.virtual import VirtualEngine
-from unisono.virtual_ranks import VirtualRanks
 from unisono.world import World
 
 

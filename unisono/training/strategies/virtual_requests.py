@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.optim import Optimizer
 
+from unisono.batches.virtual_ranks import WITNESS, Draw, Tree, VirtualRanks
 from unisono.training.machine import Step
 from unisono.training.strategies.virtual_buffers import Tensors
-from unisono.virtual_ranks import WITNESS, Draw, Tree, VirtualRanks
 
 
 class Request:

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.batches.virtual_ranks import WITNESS, Draw
 from unisono.errors import CorruptedComputeError
 from unisono.training.digests import digest_of
 from unisono.training.strategies.virtual_buffers import Tensors
-from unisono.virtual_ranks import WITNESS, Draw
 from unisono.world import World
 
 

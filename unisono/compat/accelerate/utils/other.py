@@ -26,19 +26,19 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.torch_version import TorchVersion
 
 from unisono.arguments import check_choice
-from unisono.backends import CPU, get_backend
 from unisono.checkpoint.contents import write_state
 from unisono.comm.operations import HOST
 from unisono.compat.accelerate.state import PartialState, joined_world
 from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.compat.accelerate.utils.environment import patch_environment
 from unisono.compat.left_out import left_out
+from unisono.devices import CPU, get_backend
+from unisono.devices.randomness import seed_all
 from unisono.errors import UnisonoError
 from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
-from unisono.progress import tqdm as bar_of_rank_zero
+from unisono.loading.progress import tqdm as bar_of_rank_zero
 from unisono.protocols import ReduceOp
-from unisono.randomness import seed_all
 from unisono.training import collectives, out_of_memory
 from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.training.prepared.model import PreparedModel

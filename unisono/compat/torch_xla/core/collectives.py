@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from unisono.arguments import check_choice, check_type
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.protocols import ReduceOp
-from unisono.timeline import REDUCE
+from unisono.report.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
 from unisono.training import agreement, collectives
 from unisono.training import optimizer as steps

@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from unisono.arguments import check_type
-from unisono.backends import CPU
 from unisono.comm.operations import name_ranks
 from unisono.compat.left_out import left_out
+from unisono.compat.placement import copy_to
 from unisono.compat.torch_xla.core.collectives import *
 from unisono.compat.torch_xla.core.collectives import fetch_gradients as _fetch_gradients  # noqa: F401 - scripts call it
 from unisono.compat.torch_xla.core.devices import *
 from unisono.compat.torch_xla.core.devices import get_ordinal, is_master_ordinal
 from unisono.compat.torch_xla.core.steps import *
 from unisono.compat.torch_xla.core.steps import execute_recorded
+from unisono.devices import CPU
 from unisono.errors import CollectiveMismatchError
-from unisono.placement import copy_to
 from unisono.torch_private import STORAGE_ADDRESS
 from unisono.training.collectives import all_gather_object
 from unisono.tree import tree_map

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from unisono.compat.left_out import left_out
-from unisono.timeline import PHASES
+from unisono.report.timeline import PHASES
 from unisono.world import current_world
 
 __getattr__ = left_out(__name__)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from unisono.arguments import check_type
 from unisono.compat.torch_xla.distributed.parallel_loader import PASSES, PerDeviceLoader, tail_of
-from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import ParallelLoader
+from unisono.loading.device_iterator import DeviceIterator
+from unisono.loading.parallel_loader import ParallelLoader
 from unisono.threads import data_parallel as native
 from unisono.threads.data_parallel import ReplicaContext
 

@@ -17,10 +17,10 @@ from unisono.arguments import check_integer, explain_unknown_names
 from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core.devices import DeviceName
 from unisono.compat.torch_xla.core.steps import mark_step
-from unisono.loaders import parallel_loader as native
-from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.registry import Sources
-from unisono.loaders.sharding import Tail
+from unisono.loading import parallel_loader as native
+from unisono.loading.device_iterator import DeviceIterator
+from unisono.loading.registry import Sources
+from unisono.loading.sharding import Tail
 from unisono.world import current_world
 
 PASSES = Sources()  # over each DataLoader, whichever loaders of these modules make them

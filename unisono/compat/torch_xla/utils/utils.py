@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from unisono.compat.left_out import left_out
-from unisono.loaders import sources
+from unisono.loading import sources
 
 T = TypeVar("T")
 

@@ -1,0 +1,67 @@
+"""What is shown of a traceback, and the place where the user's program calls into this package."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono.comm.stacks import PACKAGE, fold_frames
+
+OWN, USERS, LIBRARY, COLLECTIVE = (
+    f"{PACKAGE}comm/processes.py",
+    "/home/me/train.py",
+    "/usr/lib/python3.11/site-packages/torch/nn.py",
+    "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py",
+)
+HEAD = "Traceback (most recent call last):\n"
+
+SCRIPT = """
+import torch, unisono
+
+def train(rank):
+    accelerator = unisono.Accelerator()
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(3))
+    accelerator.wait_for_everyone()
+
+if __name__ == "__main__":
+    unisono.spawn(train, nprocs=2)
+"""
+
+
+def frame(file: str, number: int) -> str:
+    return f'  File "{file}", line {number}, in function\n    call({number})\n    ^^^^^^^\n'
+
+
+@pytest.mark.parametrize("last", [OWN, COLLECTIVE])
+@pytest.mark.parametrize("error", ["unisono.errors.BrokenWorldError: rank 1 is gone\n", "KeyError: 'x'\n"])
+def test_frames_of_the_package_and_of_collectives_go_unless_one_has_raised_an_error_that_is_not_its_own(error, last):
+    files = [OWN, COLLECTIVE, USERS, LIBRARY, OWN, USERS, OWN, last]
+    text = HEAD + "".join(frame(*each) for each in zip(files, range(len(files)), strict=True)) + error
+    stay = [2, 3, 5] if error.startswith("unisono") else [2, 3, 5, 7]
+    assert fold_frames(text) == HEAD + "".join(frame(files[number], number) for number in stay) + error
+
+
+def run(path: Path, **environment: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=100, env={**os.environ, **environment}
+    )
+    assert ended.returncode == 1
+    return ended.stderr
+
+
+def test_an_error_is_short_and_names_each_ranks_line_and_the_users_call(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    errors = run(tmp_path / "train.py")
+    place = rf'in train \("{tmp_path}/train.py", line %d\)'
+    first, second = rf"gather\(\) {place % 7}", rf"wait_for_everyone\(\) {place % 8}"
+    found = re.findall(rf"rank 0 came to gather .* by {first} while rank 1 called {second}, ", errors)
+    assert len(found) == 1
+    assert PACKAGE not in errors
+    frames = re.findall(r'^  File "(.*)", line (\d+)', errors, re.MULTILINE)
+    assert {file for file, _ in frames} == {f"{tmp_path}/train.py"}
+    assert [line for _, line in frames] in (["7", "11"], ["8", "11"]), "the call of the first rank to report, and spawn"
+    assert PACKAGE in run(tmp_path / "train.py", UNISONO_TRACEBACK="full")

@@ -1,0 +1,155 @@
+"""What a loader worker sends to its parent: a batch, or the complete exception that was raised instead.
+
+torch sends an error as text, and rebuilds it only if its class takes one argument; it drops a batch that cannot be
+pickled or shared, in a thread of its own, and waits for it forever. So values are pickled in the worker's main thread,
+where a failure can be reported. Their tensors go through /dev/shm, of which containers often have 64 MB.
+
+*Threads:* the reader's, in the parent; `Packed` is made in the loader workers.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from functools import cache
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.comm.outcome import Outcome, add_note_once, chain_of
+from unisono.errors import UnpicklableError
+from unisono.tree import tensors
+
+SHM = Path("/dev/shm")
+
+_Slot = tuple[int, int, torch.dtype, tuple[int, ...]]
+"""The place of a tensor in a merged one: its start, its bytes, its type and its shape."""
+
+_MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
+_ALIGNED = 64  # bytes; torch's own alignment on the CPU
+_FULL = "unable to allocate shared memory"  # torch's words
+_LITTLE = 1 << 30  # bytes
+
+
+class Packed:
+    """A batch of `whose`, or the exception raised instead, already pickled; it arrives in the parent as an `Outcome`.
+    The shared memory ends with the loader worker, so it is unpacked as soon as it is received, even out of order."""
+
+    def __init__(self, value: Any = None, whose: str = "", error: Exception | None = None) -> None:
+        if error is None:
+            try:
+                stream = io.BytesIO(b"=")  # says what follows: a pickled batch
+                stream.seek(1)
+                is_merged = len({*map(id, tensors(value))}) > _MANY
+                # The pickler of torch's queues, for which tensors are registered to go through shared memory.
+                ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(_Merged(value) if is_merged else value)
+                self._data = stream.getvalue()
+                return
+            except Exception as reason:
+                error = reason
+                if _FULL not in str(reason):
+                    error = UnpicklableError(
+                        f"a batch of {whose} cannot be sent from a loader worker ({type(reason).__name__}: {reason}); "
+                        "return tensors, arrays, numbers or other picklable data, or pass num_workers=0"
+                    )
+                    error.__cause__ = reason
+        self._data = b"!" + Outcome.failure(error).to_bytes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack, (self._data,)
+
+
+def _unpack(data: bytes) -> Outcome[Any]:
+    content = memoryview(data)[1:]
+    return Outcome(pickle.loads(content)) if data[:1] == b"=" else Outcome.from_bytes(bytes(content))
+
+
+class _Merged:
+    """A batch whose many tensors are merged into one for transit, which needs one descriptor."""
+
+    def __init__(self, batch: Any) -> None:
+        stream = io.BytesIO()
+        pickler = _MergingPickler(stream, pickle.HIGHEST_PROTOCOL)
+        pickler.dump(batch)
+        self._data = stream.getvalue()
+        # On the CPU even if the user has set another default device.
+        device = torch.default_generator.device
+        self._whole = torch.empty(pickler.end, dtype=torch.uint8, device=device).share_memory_()
+        for slot, tensor in pickler.found.values():
+            _tensor_in(self._whole, *slot).copy_(tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _apart, (self._data, self._whole)
+
+
+class _MergingPickler(ForkingPickler):
+    """Pickles, of each plain tensor, its place in a merged one."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.found: dict[int, tuple[_Slot, torch.Tensor]] = {}  # by the tensor's id
+        self.end = 0
+
+    def persistent_id(self, node: Any) -> _Slot | None:
+        # Of strides, devices, quantisation and gradients nothing would be sent.
+        if type(node) is not torch.Tensor or node.layout is not torch.strided or not node.is_cpu:
+            return None
+        if node.requires_grad or node.is_quantized or node.is_nested or not node.is_contiguous():
+            return None
+        if id(node) not in self.found:
+            self.found[id(node)] = (self.end, node.nbytes, node.dtype, tuple(node.shape)), node
+            self.end += max(-(-node.nbytes // _ALIGNED), 1) * _ALIGNED
+        return self.found[id(node)][0]
+
+
+class _MergedUnpickler(pickle.Unpickler):
+    """A class, since Python 3.13.0 lets nobody set `persistent_load` of an object."""
+
+    def __init__(self, data: bytes, whole: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensor = cache(lambda slot: _tensor_in(whole, *slot))  # a tensor that occurs twice stays one
+
+    def persistent_load(self, slot: _Slot) -> Any:
+        return self._tensor(slot)
+
+
+def _apart(data: bytes, whole: torch.Tensor) -> Any:
+    return _MergedUnpickler(data, whole).load()
+
+
+def _tensor_in(whole: torch.Tensor, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    return whole[start : start + nbytes].view(dtype).view(shape)
+
+
+def is_tight() -> bool:
+    """Whether batches that wait should be copied out of shared memory: there is little, as in containers."""
+    return (found := _free_and_size()) is not None and found[1] < _LITTLE
+
+
+def explain(error: BaseException) -> None:
+    """Add a note to torch's error about missing shared memory: how much there is, and what to do."""
+    if any(_FULL in str(each) for each in chain_of(error)):
+        add_note_once(error, why_full())
+
+
+def why_full() -> str:
+    """Describe the size of shared memory, its free part, and what to do."""
+    found = _free_and_size()
+    sizes = f", of {found[1] / 1e6:,.1f} MB with {found[0] / 1e6:,.1f} MB free now," if found else ""
+    return (
+        f"{SHM}{sizes} had no room for the batches that loader workers send; enlarge it (docker run --shm-size=8g or "
+        "--ipc=host; in Kubernetes an emptyDir with medium: Memory mounted there), or pass fewer num_workers, a "
+        "smaller prefetch_factor or a smaller batch_size"
+    )
+
+
+def _free_and_size() -> tuple[int, int] | None:
+    """The free and the total shared memory, in bytes; None if there is no such file system."""
+    try:
+        status = os.statvfs(SHM)
+    except (OSError, AttributeError):
+        return None
+    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize

@@ -1,0 +1,599 @@
+"""ParallelLoader and DeviceLoader: batches ready on the device when the loop requests them.
+
+In a world of several processes both take this rank's share of every round (`sharding.py`), unless the loader's own
+sampler already shards it: by indices (`indexed.py`), by parts of a stream (`streams.py`), or, of any other iterable, by
+reading all and keeping a part.
+
+Ownership: the loader owns a `Pipeline` with its threads. An iterator keeps its loader alive; the threads do not. So
+dropping the last reference stops the threads, and leaving a loop early leaks nothing.
+
+*Threads:* each device's iterator is used by one thread at a time; `close` may be called from any.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from numbers import Integral
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+from torch.utils.data import IterableDataset
+
+from unisono.arguments import check_integer, check_type, explain_unknown_names
+from unisono.batches.virtual_ranks import Virtual, VirtualRanks, virtual_of
+from unisono.comm.operations import LOOP
+from unisono.comm.thread_start import check_threads
+from unisono.devices import resolve_device, resolve_devices
+from unisono.devices.switches import is_as_in_a_new_thread
+from unisono.errors import BusyError, ClosedError
+from unisono.loading.balance import Balance
+from unisono.loading.channel import EndOfChannel
+from unisono.loading.device_iterator import DeviceIterator
+from unisono.loading.indexed import IndexedSource, is_sharded
+from unisono.loading.lockstep import Lockstep
+from unisono.loading.pipeline import Delivery, Lane, Pipeline, Unthreaded
+from unisono.loading.registry import Sources, check_order, source_of, warn_of_repetition
+from unisono.loading.sharding import Rule, Split, Tail
+from unisono.loading.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
+from unisono.loading.stream_parts import loader_behind
+from unisono.loading.streams import StreamSource
+from unisono.loading.tuning import Tuner
+from unisono.report.timeline import LoopPlace
+from unisono.world import World, current_world
+
+_JOIN_S = 5.0
+_NO_COPY = (
+    "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for example "
+    "in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
+)
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The arguments that both loaders take by name; the docstring of `ParallelLoader` describes each."""
+
+    batch_dim: int
+    fixed_batch_size: bool
+    prefetch: int
+    split: Split
+    tail: Tail | None
+    seed: int | None
+    already_sharded: bool | None
+    virtual_ranks: int | Virtual | None
+    num_workers: Literal["auto"] | None
+    sources: Sources | None
+
+
+@explain_unknown_names(more=LoaderOptions.__annotations__)
+class ParallelLoader:
+    """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
+
+    Every device takes the same number of steps, and no sample is lost: `sharding.py` defines which samples go where.
+
+    Args:
+        loader: a DataLoader or any other iterable of batches; a user-defined sampler, and any other iterable, must
+            yield the same on every rank.
+        devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
+        batch_dim: the sample dimension of a batch (0), along which loaded batches are cut.
+        fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
+            A batch of unknown size is a ValueError.
+        prefetch: loaded batches (8) that may wait, per device, and half as many (at least one) that are moved already.
+            0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as it does
+            anyway, without loader workers, while a batch costs less than a change of thread. With several devices,
+            more may wait for one while none waits for another, so that one thread may loop over them in turn.
+        split: the meaning of a batch of `loader`. "rank" (if not given): one rank's batch; a global batch consists of
+            one per rank. "global": the global batch, of which each rank gets its part.
+        tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
+            which none is left gets a repeated one that does not count. "drop": it is dropped. "pad": each batch is
+            padded with repeated samples, which come last and do not count. None: "drop" for a DataLoader with
+            drop_last=True, otherwise "split".
+        seed: seeds the order; None uses the seed of the DataLoader's generator, or 0 if it has none.
+        already_sharded: True: the loader gives each rank its own part, and is not sharded again. A loader with a
+            DistributedSampler is recognised anyway. This is also the way to get all data on one rank, except for an
+            iterable dataset. None: the ranks compare what they read first, and a difference is an error. False: it is
+            the same on every rank, though it may look different, since it is augmented at random.
+        virtual_ranks: as for `Accelerator`: what so many ranks would get, of which each rank gets several, one after
+            another, and for one device. None: each rank is one.
+        num_workers: "auto": the loader workers of a DataLoader over a map-style dataset are as many as its loop needs,
+            found while it runs, from the number of the DataLoader on; for one device. The batches are those that a
+            loader worker makes, bit for bit. Other loaders keep theirs. None: as the DataLoader says.
+        world: the world of this loader; None uses the current one.
+        loops: the worlds in which the devices' loops run, if not in `world`: DataParallel's replicas.
+        sources: counts the epochs of `loader`, if several loaders iterate over it. None: this one's pass is epoch 0,
+            and those of `again` are the next ones.
+
+    Raises:
+        TypeError: `loader` is not iterable, or an argument has the wrong type or does not exist.
+        ValueError: `devices` is empty, repeats a device or names one that does not exist, or another argument is out of
+            its range.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        devices: Sequence[str | int | torch.device],
+        *,
+        world: World | None = None,
+        loops: Sequence[World] | None = None,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
+            raise TypeError(
+                f"loader={loader!r} is of type {type(loader).__name__}, which is sharded already; pass its DataLoader"
+            )
+        if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping | torch.Tensor):
+            raise TypeError(
+                f"loader={loader!r:.200} is of type {type(loader).__name__}; pass a DataLoader, or an iterable of "
+                "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
+            )
+        self._prefetch = check_integer(options.get("prefetch", 8), "prefetch", 0)
+        self._batch_dim = options.get("batch_dim", 0)
+        check_type(self._batch_dim, "batch_dim", "pass a dimension, 0 for the first", int)
+        self._devices = resolve_devices(devices)
+        self._world = world or current_world()
+        if len(self._devices) > 1 and self._world.world_size > 1:
+            raise ValueError(
+                f"devices={[str(device) for _, device in self._devices]} in a world of {self._world.world_size} ranks: "
+                "each rank has one device; pass [current_world().device]"
+            )
+        self._loader = loader
+        self._read = loader_behind(loader)  # held here, since its source does not
+        self._loops = loops
+        self._maker = threading.current_thread()
+        self._rule = make_rule(self._world, len(self._devices), self._read, options)
+        if self._rule.is_compared:
+            check_order(loader, self._world)
+        virtual = self._rule.virtual
+        self.num_virtual = None if virtual is None else virtual.count
+        self._in_turn = 1 if virtual is None else virtual.each  # batches of a round, for each device
+        self._balance: Balance | None = None
+        sources, seed = options.get("sources"), options.get("seed")
+        find_source = source_of if sources is None else sources.of
+        if seed is not None:
+            check_type(seed, "seed", "pass an integer, or None for the loader's own", Integral)
+            seed = int(seed)  # so that a state can be written to any file format
+        self._source = find_source(self._read, self._world, self._batch_dim, seed)
+        if not self._prefetch and (len(self._devices) > 1 or self._source.is_uneven):
+            raise ValueError(
+                "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one stream, "
+                "cannot do; pass a size of at least 1"
+            )
+        self.tuner = self._tuner_of(options.get("num_workers"))
+        self._bookmark = Bookmark(self._source, self._rule)
+        # Another source could not begin in the middle of an epoch without reading what comes before.
+        if virtual is not None and virtual.balances and isinstance(self._source, IndexedSource):
+            self._balance = Balance(self._world)
+        self._prepare_pass()
+
+    def _tuner_of(self, given: Any) -> Tuner | None:
+        check_num_workers(given)
+        if given is None or not isinstance(self._source, IndexedSource):
+            return None
+        if len(self._devices) > 1:
+            raise ValueError(f"num_workers='auto' is for a loop over one device, and there are {len(self._devices)}")
+        tuner = self._source.tune(self._loader)  # type: ignore[arg-type]
+        self._world.timeline.tuned[id(tuner)] = tuner.describe
+        return tuner
+
+    def _prepare_pass(self) -> None:
+        # Replicas have a thread each; other loops over several devices may be one after another.
+        may_overflow = self._loops is None and len(self._devices) > 1
+        self._pipeline = Pipeline(self._prefetch, may_overflow)
+        for place, (backend, device) in enumerate(self._devices):
+            lane = Lane(self._pipeline, device, backend, self._loop_world(place).timeline)
+            self._pipeline.lanes.append(lane)
+        self._starting = threading.Lock()
+        self._begun: Begun | None = None
+        self._receivers: list[Callable[[], Delivery]] = []  # of a pass that has begun
+        self._has_first = False  # whether a loop has received, or failed to receive, its first batch
+        self._words = ""  # to be announced with the first round
+        self._is_closed = False
+        self._finalizer = weakref.finalize(self, self._pipeline.stop)
+
+    def per_device_loader(self, device: str | int | torch.device) -> DeviceIterator:
+        """The iterator of one device; the first call starts the pass. Two iterators of a device share its batches.
+        ValueError if the device is not one of this loader's, ClosedError if the loader is closed."""
+        iterator = self.iterator(device)
+        self._begin_pass()
+        return iterator
+
+    def iterator(self, device: str | int | torch.device) -> DeviceIterator:
+        """As `per_device_loader`, but the pass starts when the first batch is drawn."""
+        name, names = str(resolve_device(device)[1]), self.devices
+        if name not in names:
+            raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(names)}")
+        place = names.index(name)
+        lane, world = self._pipeline.lanes[place], self._loop_world(place)
+        receive, state = partial(self._receive_for, place), partial(self._state_of, lane)
+        return DeviceIterator(self, lane, world, receive, state, self._balance, self.tuner)
+
+    def _receive_for(self, place: int) -> Delivery:
+        # Without the lock, which each batch would pay for; `_begin_pass` checks again.
+        return self._receivers[place]() if self._has_first else self._receive_first(place)
+
+    def _receive_first(self, place: int) -> Delivery:
+        """Receive the first batch, after beginning the pass. Announce the loop with its round before it is delivered:
+        ranks that read other batches would lose samples, and repeat others."""
+        if not self._receivers:
+            self._begin_pass()
+        self._has_first = True
+        if not self._words:
+            return self._receivers[place]()
+        delivery = None
+        with suppress(EndOfChannel):
+            delivery = self._receivers[place]()
+        self._world.comm.announce(f"{self._words}, round {delivery.claim.mark if delivery else 0:08x}")
+        if delivery is None:
+            raise EndOfChannel
+        return delivery
+
+    def _state_of(self, lane: Lane) -> State:
+        return self.state_dict() if self._begun is None else state_behind(self._source, self._begun, [lane.progress])
+
+    def _begin_pass(self) -> None:
+        """Start the pass, if it has not begun."""
+        if self._is_closed:
+            raise ClosedError("this ParallelLoader is closed, after its one pass; again() returns the next one")
+        with self._starting:
+            if self._receivers:
+                return
+            if self._world.rank == 0:
+                warn_of_repetition(self._loader, self._source)
+            try:
+                self._start_pass()
+            except BaseException:
+                if self._begun is not None:
+                    # No batch was delivered, so the epoch that was to begin is still the next one.
+                    self._source.seek(self._begun.epoch, self._begun.position, self._rule)
+                    self._is_closed = True
+                raise
+
+    def _start_pass(self) -> None:
+        if self._prefetch:  # threads may start later; or never, if no batch takes long
+            check_threads("a loop over a loader")
+        # A rank that loops alone would get its part of the data only. A helper thread's loop begins at any time.
+        own = threading.main_thread() if self._world.is_of_processes else self._maker
+        if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
+            self._meet_others()
+        rule = self._rule if self._rule.virtual is None else self._numbered(self._rule)
+        if self._balance is not None:
+            self._balance.restart()
+            if self._balance.virtual is not None and torch.is_grad_enabled():  # the loop seems to train
+                rule = rule.carried_as(self._balance.virtual)
+        # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
+        pipeline, lane = self._pipeline, self._pipeline.lanes[0]
+        may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
+        may_stay = may_stay and is_as_in_a_new_thread()
+        has_workers = None
+        if self.tuner is not None:
+            # In another thread than the loop's, the dataset would meet the generators while the loop draws from them.
+            self._source.begin_tuned(may_stay and rule.virtual is None)  # type: ignore[attr-defined]
+            has_workers = self.tuner.has_workers
+        begun = self._source.begin(rule)
+        reads_here = not (has_workers() if has_workers else getattr(self._read, "num_workers", 0))
+        if rule.virtual is not None:
+            # What other loaders draw, with workers or without, is drawn in the thread that reads.
+            reads_here = reads_here or not isinstance(self._source, IndexedSource)
+            begun = begun._replace(pieces=one_by_one(begun, rule, rule.virtual, self.seed, reads_here))
+        # Without the pieces, whose generator holds the dataset and the loader workers.
+        self._begun = begun._replace(pieces=iter(()))
+        self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
+        may_stay = may_stay and reads_here
+        # With virtual ranks, another thread would draw the loop's random numbers.
+        must_stay = not self._prefetch or (rule.virtual is not None and reads_here)
+        if must_stay or may_stay:
+            read_ahead = None if must_stay else pipeline.start
+            self._receivers = [Unthreaded(lane, begun.pieces, read_ahead, has_workers).receive]
+            return
+        pipeline.start(begun.pieces)
+        if self._source.is_uneven:
+            ahead = max(self._prefetch // 2, 1)
+            self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun.stream).receive]
+        else:
+            self._receivers = [lane.receive for lane in pipeline.lanes]
+
+    def _numbered(self, rule: Rule) -> Rule:
+        """The rule of a pass, with the number of its first round; one more in each epoch where the length is unknown,
+        so that rounds with witnesses are no less frequent."""
+        lengths, skipped = self.lengths(), self.num_skipped() // self._in_turn
+        rounds = 1 if lengths is None else lengths[1] // self._in_turn
+        return replace(rule, first=self._source.next_position()[0] * rounds + skipped)
+
+    def _meet_others(self) -> None:
+        """Announce this rank's loop, some with their first round. Before their first loop, ranks that read one stream
+        compare their datasets."""
+        is_sized = not self._source.is_uneven and hasattr(self._loader, "dataset")
+        size = self._source.length if is_sized else None
+        name = type(self._loader).__name__ + (f" of {size} samples" if size is not None else "")
+        words = f"{LOOP} a {name}, epoch {self._source.next_position()[0]}"
+        if self._rule.is_compared and not isinstance(self._source, StreamSource):
+            self._words = words
+            return
+        self._world.comm.announce(words)
+        if self._rule.is_compared and isinstance(self._source, StreamSource):
+            self._source.compare(self._world)
+
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "a ParallelLoader is looped over device by device, each in its thread: pass it to a DataParallel, or use "
+            "loader.per_device_loader(device); for one device there is DeviceLoader(loader)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(_NO_COPY.format(type(self).__name__))
+
+    def _loop_world(self, place: int) -> World:
+        return self._loops[place] if self._loops else self._world
+
+    def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
+        """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._loops = loops or self._loops
+        twin._prepare_pass()
+        return twin
+
+    def dealt_anew(self) -> ParallelLoader:
+        """A loader for the rest of the pass of its one device, after a round, as the ranks have agreed to carry the
+        virtual ranks. This one is closed."""
+        assert self._begun is not None
+        self._bookmark.seek(self._begun.epoch, self._pipeline.lanes[0].progress.position)
+        return self.begun_anew()
+
+    def begun_anew(self) -> ParallelLoader:
+        """A loader for the rest of the pass of its one device, from the position of the source. This one is closed."""
+        self.close()
+        twin, progress = self.again(), self._pipeline.lanes[0].progress
+        twin._pipeline.lanes[0].progress = progress
+        progress.position = None  # where the twin begins
+        return twin
+
+    def state_dict(self) -> State:
+        """Return the position of the loops: after the last round of which every device has received its batch. When all
+        loops have reached the end, it is the beginning of the next epoch. The state is the same on every rank, and can
+        be loaded by a loader with other numbers of ranks or devices, another batch size, and other loader workers."""
+        return self._bookmark.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the pass continue from a state; StateError, whose `reason` says why, if it is not the state of such a
+        loader; BusyError if the pass has begun."""
+        self._refuse_begun("load_state_dict")
+        self._bookmark.load(state)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the state: that of this pass until its end, then the next one."""
+        return int(self.state_dict()["epoch"])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the pass; BusyError if it has begun. Epochs advance automatically: this is for jumps."""
+        self._refuse_begun("set_epoch")
+        check_integer(epoch, "epoch", 0)
+        self._bookmark.seek(epoch, {"offset": 0})
+
+    @property
+    def seed(self) -> int:
+        """What seeds the order."""
+        return self._source.seed
+
+    @property
+    def devices(self) -> list[str]:
+        return [str(device) for _, device in self._devices]
+
+    def _refuse_begun(self, what: str) -> None:
+        if self._receivers:
+            raise BusyError(
+                f"{what} comes before a pass, and that of this ParallelLoader has begun; get the next one by again()"
+            )
+
+    def __len__(self) -> int:
+        """The number of batches of a whole epoch for each device; TypeError if the loader has no length."""
+        return self._source.num_rounds(self._rule) * self._in_turn
+
+    def lengths(self) -> tuple[int, int] | None:
+        """The numbers of batches of an epoch: from the given loader, and for each device; None without a length."""
+        try:
+            return self._source.num_rounds(Rule()), len(self)
+        except TypeError:
+            return None
+
+    def uneven_tail(self) -> tuple[int, int] | None:
+        """The samples of a rank whose part of the pass's last round is uneven, and those of the round; None if there is
+        none, or it is not known before."""
+        parts = [] if self._begun is None else self._source.last_parts(self._rule, self._begun.position)
+        return next(((each.samples, each.total) for each in parts if each.samples * len(parts) != each.total), None)
+
+    def num_skipped(self) -> int:
+        """The number of rounds before the position at which the next pass begins; 0 if it is unknown."""
+        return self._batches_before(self._source.next_position()[1])
+
+    def place_of(self, progress: Progress) -> LoopPlace:
+        """Where a loop of the pass, which has begun, is in its epoch."""
+        assert self._begun is not None
+        lengths = self.lengths()
+        before = self._batches_before(self._begun.position)
+        return LoopPlace(self._begun.epoch, before, None if lengths is None else lengths[1], progress)
+
+    def _batches_before(self, position: Mapping[str, Any]) -> int:
+        sampler = getattr(self._loader, "batch_sampler", None)  # has it, if the DataLoader was made with one
+        size = getattr(self._loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        taken = position["offset"] // self._rule.shards // size if size else 0
+        return self._rule.rounds_of(position.get("batches", taken)) * self._in_turn
+
+    def close(self) -> None:
+        """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent. A source
+        that is producing a batch cannot be interrupted; its thread ends when the source returns."""
+        self._is_closed = True
+        self._pipeline.stop()
+        self._finalizer.detach()  # it keeps the lanes alive, with all that they reference
+        self._pipeline.join(_JOIN_S)
+
+    def __enter__(self) -> ParallelLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@explain_unknown_names(more=LoaderOptions.__annotations__)
+class DeviceLoader:
+    """A loader that delivers its batches on one device, and can be looped over any number of times.
+
+    In a world of several processes each rank gets its share of every round, so every rank must loop over it equally
+    often, and begin each loop between the same collectives: CollectiveMismatchError otherwise. Each loop is the next
+    epoch, counted by this object: one made for each epoch begins at 0 each time.
+
+    Args:
+        device: the device on which batches are delivered; None uses the world's device.
+        others: as for `ParallelLoader`, by name.
+
+    Attributes:
+        valid_samples, weight: as for `DeviceIterator`, of the innermost open loop, or of the last one.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: str | int | torch.device | None = None,
+        *,
+        world: World | None = None,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        world = world or current_world()
+        self._device = world.device if device is None else device
+        # Each loop is an `again()` of it, so its source and its bookmark last for all of them.
+        self._never_begun = ParallelLoader(loader, [self._device], world=world, **options)
+        self._loops = [Progress()]  # the innermost last; not the iterators, which keep threads alive
+
+    @property
+    def valid_samples(self) -> int | Any:  # or None, rarely
+        return self._loop.claim.valid_samples
+
+    @property
+    def weight(self) -> float | None:
+        return self._loop.claim.weight
+
+    @property
+    def _loop(self) -> Progress:
+        """The innermost open loop; the last one if none is open."""
+        return next((each for each in reversed(self._loops) if each.is_open), self._loops[0])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the state: that of the loop begun last until its end, then the next one."""
+        return self._never_begun.epoch
+
+    def __iter__(self) -> DeviceIterator:
+        """Return the next loop. It counts as an epoch once it draws a batch: some progress bars call `iter` twice."""
+        source = self._never_begun._loader
+        # A SampleGenerator is an iterator, too, but can be looped over again: its `iter` returns another one.
+        if isinstance(source, Iterator) and iter(source) is source and any(each.rounds for each in self._loops):
+            raise RuntimeError(
+                f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, yields its "
+                "batches only once; pass an iterable that can be iterated again, such as a list or a DataLoader"
+            )
+        parallel = self._never_begun.again()
+        self._loops = [*(each for each in self._loops if each.is_open), parallel._pipeline.lanes[0].progress]
+        iterator = parallel.iterator(self._device)
+        iterator.loader = self  # whose position a checkpoint holds while it is known, if it is only in this loop
+        return iterator
+
+    def __len__(self) -> int:
+        """The number of batches of a whole epoch; TypeError if the loader has no length."""
+        return len(self._never_begun)
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What finds the number of its loader workers; None without `num_workers="auto"`."""
+        return self._never_begun.tuner
+
+    @property
+    def num_virtual(self) -> int | None:
+        """The number of virtual ranks whose batches it delivers; None without."""
+        return self._never_begun.num_virtual
+
+    def num_skipped(self) -> int:
+        """The number of batches before the position at which the next loop begins; 0 if it is unknown."""
+        return self._never_begun.num_skipped()
+
+    def __getattr__(self, name: str) -> Any:
+        """The attributes of the user's loader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""
+        # If `__init__` has failed, `_never_begun` is missing, and reading it here would recurse.
+        if not name.startswith("_") and "_never_begun" in self.__dict__:
+            return getattr(self._never_begun._loader, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """ValueError for an attribute of the user's loader, which is read when this one is made."""
+        if not name.startswith("_") and "_never_begun" in self.__dict__ and hasattr(self._never_begun._loader, name):
+            kind = type(self._never_begun._loader).__name__
+            raise ValueError(
+                f"{name} was set on a prepared loader (a DeviceLoader), which reads its {kind} when it is made; make a "
+                f"{kind} with the {name} that you want, and prepare that"
+            )
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(_NO_COPY.format(type(self).__name__))
+
+    def __repr__(self) -> str:
+        return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
+
+    def state_dict(self) -> State:
+        """Return the position of the loop, after the last batch that it received; as for `ParallelLoader`."""
+        return self._never_begun.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop continue from a state; StateError if it is not that of such a loader."""
+        self._never_begun.load_state_dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next loop. Epochs advance automatically: this is for jumps."""
+        self._never_begun.set_epoch(epoch)
+
+
+def check_num_workers(given: Any) -> None:
+    """ValueError if it is neither "auto" nor None."""
+    if given not in (None, "auto"):
+        raise ValueError(
+            f"num_workers={given!r}: pass 'auto', or leave it out; a number belongs to the DataLoader, and 'auto' "
+            "begins with it"
+        )
+
+
+def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOptions) -> Rule:
+    """The rule for distributing the rounds of a loader in a world."""
+    ranks, split = world.world_size, options.get("split", "rank")
+    is_fixed = bool(options.get("fixed_batch_size", False))
+    given = options.get("already_sharded")
+    is_cut = given or is_sharded(loader, world.rank, ranks)
+    if is_cut and ranks > 1 and split == "global":
+        size = getattr(loader, "batch_size", None)
+        raise ValueError(
+            f"split='global', or split_batches=True, makes a batch of the loader{f', of {size},' if size else ''} the "
+            f"global batch, which {ranks} ranks divide; but the loader gives each rank its own part, and whole batches "
+            "of it; leave the sharding to this loader (shuffle=True in place of a DistributedSampler), or, if that is "
+            "the batch size of a rank, prepare DeviceLoader(loader)"
+        )
+    drops = getattr(getattr(loader, "batch_sampler", None), "drop_last", False)
+    tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
+    if is_cut and ranks > 1:
+        return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
+    if (given_ranks := options.get("virtual_ranks")) is not None:
+        carried, virtual = VirtualRanks.carried_by(world.rank, ranks, given_ranks), virtual_of(given_ranks)
+        count = virtual.count
+        if lanes > 1:
+            raise ValueError(f"virtual_ranks={count}: a process has one device for all that it carries, not {lanes}")
+        if is_cut or isinstance(getattr(loader, "dataset", None), IterableDataset):
+            raise ValueError(
+                f"virtual_ranks={count} deals out batches of a known order, and this loader gives each rank "
+                "its own part; use a map-style dataset, and leave the sharding to this loader"
+            )
+        rule = Rule(count, carried.own, split, tail, is_fixed, is_compared=given is None, virtual=carried)
+        return replace(rule, witness_every=virtual.witness_every)
+    kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
+    return Rule(ranks * lanes, kept, split, tail, is_fixed, bool(is_cut), is_compared=given is None)

@@ -1,0 +1,444 @@
+"""Sources, from which a loader reads epoch after epoch: the protocol, its states, and the source over any iterable.
+
+A source makes the rounds: one piece for each device of this process, with its claim and the position after the round.
+It can begin a pass at any position that it has issued.
+
+A loader's state is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the dataset, None if it
+has none), `order` (the sampler's class), and the position in the epoch: `offset`, the number of samples that all ranks
+have taken together, and whatever else the source needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from itertools import count, islice, repeat
+from time import perf_counter_ns
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from unisono.arguments import check_integer
+from unisono.batches.virtual_ranks import WITNESS, Draw, VirtualRanks
+from unisono.comm.outcome import Outcome
+from unisono.devices.randomness import drawing, mixed, seed_of
+from unisono.errors import StateError
+from unisono.loading.sharding import (
+    Claim,
+    Part,
+    Piece,
+    Round,
+    Rule,
+    cut,
+    fingerprint,
+    glimpse,
+    mark_of,
+    measure,
+    rounds,
+)
+from unisono.tree import take, tree_map
+
+logger = logging.getLogger(__name__)
+
+LOOKED_AT = 8  # samples by which datasets are compared
+_ALIGNED = 64  # elements
+_VERSION = 1
+_FACTS = ("version", "epoch", "seed", "length", "order")  # the keys of a state that are not part of the position
+
+_COUNTING = ("torchdata.", "streaming.base.", "litdata.")
+_OF_LITDATA = "_set_use_streaming_dataloader"  # of datasets whose batches its loader takes apart
+_STATE_SHARE = 50  # of the time of a loop, its loader's states take one in so many
+
+T = TypeVar("T")
+
+State = dict[str, Any]
+
+Loaded = tuple[Any, int | None]
+"""A batch and its number of samples; None if that must be read from the batch."""
+
+
+class Begun(NamedTuple):
+    """A pass: its epoch, the position where it begins, its rounds, and the `StreamProgress`, if it is of a stream."""
+
+    epoch: int
+    position: State
+    pieces: Iterator[list[Piece]]
+    stream: Any = None
+
+
+class Progress:
+    """The progress of one device's loop in a pass: the number of batches that it has received, and the position and
+    claim of the last one. Prefetched ones do not count."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.position: Any = None
+        self.claim = Claim(0, None)
+        self.has_ended = False  # at the end of the data
+        self.is_left = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.rounds > 0 and not self.has_ended and not self.is_left
+
+
+def makes_batches_alike(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether the loader is torch's DataLoader with its own iterator, so that its batches can be made here instead.
+
+    This includes those of libraries that only count in it, for a state of their own: this package's is one of any
+    numbers of ranks and loader workers.
+    """
+    if not isinstance(loader, DataLoader):
+        return False
+    counts = type(loader).__module__.startswith(_COUNTING) and not hasattr(loader.dataset, _OF_LITDATA)
+    return type(loader).__iter__ is DataLoader.__iter__ or counts
+
+
+def is_stateful(owner: Any) -> bool:
+    """Whether `owner` follows torch's `Stateful` protocol, in which `state_dict` needs no arguments."""
+    if not all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    with suppress(ValueError):  # of a function in C that has no signature
+        try:
+            inspect.signature(owner.state_dict).bind()
+        except TypeError:  # mosaicml-streaming's wants numbers of samples
+            return False
+    return True
+
+
+class Source(ABC):
+    """Makes the pieces of a loader's passes; each begun pass is one epoch. `sized` has as many elements as there are
+    samples, if it has a length; `order` is the class of the sampler that is followed."""
+
+    is_uneven = False  # whether the ranks' passes may differ in length, since each rank reads its own part
+
+    def __init__(self, sized: Any, seed: int, order: str | None = None) -> None:
+        self.seed, self.order, self.epoch = seed, order, 0
+        self._sized = sized
+        self._position: State = {"offset": 0}
+        self._begins = threading.Lock()
+
+    @property
+    def length(self) -> int | None:
+        """The current number of samples of its dataset; None if unknown."""
+        with suppress(TypeError, NotImplementedError):
+            return len(self._sized)
+        return None
+
+    def begin(self, rule: Rule) -> Begun:
+        """Begin the next pass, in the thread that will loop over it. After an error, it can be begun again."""
+        with self._begins:
+            begun = self._open(self.epoch, self._position, rule)
+            self.epoch, self._position = self.epoch + 1, {"offset": 0}
+        return begun
+
+    @abstractmethod
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun: ...
+
+    def seek(self, epoch: int, position: State, rule: Rule) -> None:
+        """Let the next pass begin at `position` of `epoch`. StateError if that is not a position of this source."""
+        self.epoch, self._position = epoch, position
+
+    def next_position(self) -> tuple[int, State]:
+        """The epoch and the position where the next pass begins."""
+        return self.epoch, self._position
+
+    @abstractmethod
+    def num_rounds(self, rule: Rule) -> int:
+        """The number of rounds of a whole epoch. TypeError if it is unknown."""
+
+    def last_parts(self, rule: Rule, position: State) -> list[Part]:
+        """The ranks' parts of the last round of a pass from the position on; none if they are not known before."""
+        return []
+
+
+def one_by_one(begun: Begun, rule: Rule, virtual: VirtualRanks, seed: int, reads_here: bool) -> Iterator[list[Piece]]:
+    """The pieces of each round one after another; the position behind all but the last is that before the round.
+
+    A rank that carries fewer than others gets a batch again, which does not count; nor does that of a witness.
+
+    Args:
+        reads_here: whether the loop's thread reads: what is drawn while a round is read then has a seed of its own, and
+            the batch that is delivered seeds the generators again.
+    """
+    before = begun.position
+    for place in count():
+        at = seed, begun.epoch, before["offset"]
+        with drawing(mixed(seed_of("read", seed, begun.epoch), before["offset"])) if reads_here else nullcontext():
+            pieces = next(begun.pieces, None)
+        if pieces is None:
+            return
+        witnesses, behind = rule.witnesses(place), pieces[-1].position
+        turns = [*zip(rule.kept, pieces, strict=False), *[(rule.count, pieces[0])] * (virtual.turns - len(rule.kept))]
+        several = [*enumerate(turns, WITNESS + 1)]
+        if witnesses is not None:
+            several.insert(0, (WITNESS, (virtual.witness(witnesses), pieces[-1])))
+        for turn, (rank, piece) in several:
+            draw = Draw(*at, rank, virtual, turn, witnesses, piece.claim.samples)
+            made = piece if draw.counts else _uncounted(piece)
+            yield [made._replace(position=behind if draw.ends_round else before, draw=draw)]
+        before = behind
+
+
+def _uncounted(piece: Piece) -> Piece:
+    # In memory of its own, by which it is known from the one that counts.
+    batch = tree_map(lambda leaf: _copy_of(leaf) if isinstance(leaf, torch.Tensor) else leaf, piece.batch)
+    claim = piece.claim
+    return piece._replace(batch=batch, claim=claim._replace(samples=0, repeated=claim.samples + claim.repeated))
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, at a place in memory that is divisible alike: a kernel may add in another order where it is not."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_inference():
+        return tensor.clone()
+    room = tensor.storage_offset() % _ALIGNED
+    return tensor.new_empty(room + tensor.numel())[room:].view(tensor.shape).copy_(tensor)
+
+
+class Bookmark:
+    """The progress of the last pass begun over a source, or the beginning of the next one."""
+
+    def __init__(self, source: Source, rule: Rule) -> None:
+        self._source, self._rule = source, rule
+        self._begun: Begun | None = None
+        self._progress: Sequence[Progress] = ()
+
+    def open(self, begun: Begun, progress: Sequence[Progress]) -> None:
+        """Note that a pass has begun, with the progress of its loops."""
+        self._begun, self._progress = begun._replace(pieces=iter(())), progress
+
+    def state(self) -> State:
+        """The state after the last round that all loops of the pass have received."""
+        return state_behind(self._source, self._begun, self._progress)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass begin at a saved state; StateError if it is not the state of such a source."""
+        check_state(state, self._source)
+        self.seek(state["epoch"], {name: value for name, value in state.items() if name not in _FACTS})
+
+    def seek(self, epoch: int, position: State) -> None:
+        self._source.seek(epoch, position, self._rule)
+        self._begun = None
+
+
+def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progress]) -> State:
+    """The state after the last round that all loops of a pass have received; after their end, that of the next pass."""
+    if begun is None or all(each.has_ended for each in progress):
+        epoch, position = source.next_position()
+    else:
+        behind = min(progress, key=lambda each: each.rounds)
+        epoch, position = begun.epoch, behind.position or begun.position
+    facts = _VERSION, epoch, source.seed, source.length, source.order
+    return {**dict(zip(_FACTS, facts, strict=True)), **position}
+
+
+def check_state(state: Mapping[str, Any], source: Source) -> None:
+    """StateError if it is not a loader's state, or of another version, dataset, seed or sampler, in this order."""
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise StateError(f"state={state!r:.200} is not what a loader's state_dict() returns")
+    if state["version"] != _VERSION:
+        raise StateError(
+            f"the state has version {state['version']!r}, this loader reads version {_VERSION}; load it with the "
+            "version of unisono that saved it, or restart the epoch with set_epoch",
+            "version",
+        )
+    for name in ("epoch", "offset", "batches"):
+        number = state.get(name, 0 if name == "batches" else None)  # which exists only in some positions
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")
+    for name, here, way_out in (
+        ("length", source.length, "load it over the same dataset, or begin an epoch with set_epoch"),
+        ("seed", source.seed, f"pass seed={state.get('seed')}"),
+        ("order", source.order, "use the same shuffle= or sampler="),
+    ):
+        if (saved := state.get(name)) != here:
+            raise StateError(
+                f"the state was saved with {name}={saved!r}, this loader has {name}={here!r}, so the order would "
+                f"differ; {way_out}",
+                name,
+            )
+
+
+class PlainSource(Source):
+    """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank. The
+    seed is only saved in the state, and compared on loading."""
+
+    def __init__(self, loader: Iterable[Any], dim: int, seed: int | None = None) -> None:
+        super().__init__(getattr(loader, "dataset", None), seed or 0)
+        self._loader: Any = loader
+        self._dim, self._is_stateful = dim, is_stateful(loader)
+
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
+        before, first = position.get("batches", 0), position.get("first")
+        loaded = self._load(epoch, position, rule)
+        kept = KeptState(self._loader, loaded) if self._is_stateful else None
+
+        def behind(offset: int, batches: int, first: int) -> State:
+            own = {} if kept is None else kept.position()
+            return {"offset": offset, "batches": before + batches, "first": first, **own}
+
+        made = loaded if kept is None else iter(kept)
+        return Begun(epoch, position, rounds_of_loaded(made, rule, self._dim, position["offset"], behind, first))
+
+    def seek(self, epoch: int, position: State, rule: Rule) -> None:
+        """As in `Source`: the position must say how many batches precede it."""
+        if "batches" not in position and position["offset"]:
+            raise StateError("the state lacks the number of batches: it was saved by another kind of loader")
+        super().seek(epoch, position, rule)
+
+    def num_rounds(self, rule: Rule) -> int:
+        return rule.rounds_of(len(self._loader))
+
+    def _load(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
+        if callable(getattr(self._loader, "set_epoch", None)):
+            self._loader.set_epoch(epoch)
+        done = position["offset"] // rule.shards
+        if self._is_stateful and "loader" in position:
+            # A copy: the loader may keep and modify it, and the pass's own position still refers to it.
+            self._loader.load_state_dict(copy.deepcopy(position["loader"]))
+            return _continued(iter(self._loader), position, type(self._loader).__name__)
+        if done:
+            kind = type(self._loader).__name__
+            logger.warning("the loop reads and discards the first %d samples of %s: it has no state_dict", done, kind)
+        return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
+
+
+class KeptState:
+    """The batches of a loader with a state of its own, and that state at a batch before the last one. It is copied as
+    often as costs little time: it may hold all data. What follows it is read again at a resume, and then shows whether
+    the loader continues from it as it did."""
+
+    def __init__(self, loader: Any, loaded: Iterator[Loaded]) -> None:
+        self._loader, self._loaded = loader, loaded
+        self._state: Any = None
+        self._since = self._mark = self._due_ns = 0
+
+    def __iter__(self) -> Iterator[Loaded]:
+        while True:
+            if (began := perf_counter_ns()) >= self._due_ns:
+                self._state, self._since = copy.deepcopy(self._loader.state_dict()), 0
+                ended = perf_counter_ns()
+                self._due_ns = ended + (ended - began) * _STATE_SHARE
+            if (each := next(self._loaded, None)) is None:
+                return
+            self._since += 1
+            self._mark = mark_of(glimpse(each[0]))
+            yield each
+
+    def position(self) -> State:
+        return {"loader": self._state, "since": self._since, "mark": self._mark}
+
+
+def _continued(batches: Iterator[Any], position: State, kind: str) -> Iterator[Loaded]:
+    """The batches of a loader that has loaded a state, after those that were delivered behind that state."""
+    last = [*islice(batches, position.get("since", 0))][-1:]
+    if last and mark_of(glimpse(last[0])) != position["mark"]:
+        logger.warning(
+            "%s does not continue from its state_dict as it did: the batch after that state is another one, so samples "
+            "of this epoch are lost or repeated, unless it draws them at random; give it an order that its state "
+            "includes, or use a DataLoader with that sampler, which resumes exactly",
+            kind,
+        )
+    return zip(batches, repeat(None))
+
+
+class ItemSource(PlainSource):
+    """A DataLoader with batch_size=None over a map-style dataset: an item may itself be a batch, of any size. `items`
+    yields them in the order of (seed, epoch), each as a batch of one."""
+
+    def __init__(self, items: Source, dim: int) -> None:
+        super().__init__((), dim, items.seed)
+        self._items, self._sized, self.order = items, items._sized, items.order
+
+    def seek(self, epoch: int, position: State, rule: Rule) -> None:
+        """As in `Source`; what is a batch here is one sample for the inner source."""
+        self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
+        super().seek(epoch, position, rule)
+
+    def num_rounds(self, rule: Rule) -> int:
+        return rule.rounds_of(self._items.num_rounds(Rule()))
+
+    def _load(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
+        # The position counts here, not that of the inner source, which advances by itself.
+        self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
+        items = (piece.batch for (piece,) in self._items.begin(Rule()).pieces)
+        return ((item.unwrap() if type(item) is Outcome else item, None) for item in items)
+
+
+def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:
+    """The batches after the first `samples` samples, beginning with the rest of a batch that this boundary cuts."""
+    for batch, known in loaded:
+        size = measure(batch, dim, known) if samples else None
+        if size is None:
+            yield batch, known
+        elif size.samples <= samples:
+            samples -= size.samples
+        elif size.can_be_cut:
+            yield take(batch, slice(samples, None), dim), None
+            samples = 0
+        else:
+            raise StateError(
+                f"the state's position is after {samples} samples of a batch of {size.samples} that cannot be split; "
+                "resume with the batch size that it was saved with"
+            )
+    if samples:
+        raise StateError(
+            f"the state's position is {samples} samples beyond the end of this loader: it belongs to other data"
+        )
+
+
+def rounds_of_loaded(
+    loaded: Iterator[Loaded],
+    rule: Rule,
+    dim: int,
+    offset: int,
+    behind: Callable[[int, int, int], Any],
+    first: int | None = None,
+) -> Iterator[list[Piece]]:
+    """The pieces that this process keeps of each round of loaded batches, after `offset` samples of the epoch.
+    `behind(samples, batches, first)` is the position after a round: after so many samples of the epoch and so many of
+    these batches; `first` is the size of the epoch's first batch, also the size to pad to."""
+    done = 0
+    is_marked = rule.count > len(rule.kept)  # other processes read the round too
+    start = offset // rule.shards
+    size_of = lambda each, is_cut: measure(each[0], dim, each[1], is_cut)  # noqa: E731
+    for number, dealt in enumerate(rounds(loaded, rule, size_of, None, start, first)):
+        first = first or dealt.sizes[0].samples
+        batches = [batch for batch, _ in dealt.batches]
+        mark = 0
+        if is_marked:  # the first round thoroughly: it shows whether the ranks read the same
+            seen = [glimpse(batch) for batch in batches] if done or not rule.is_compared else fingerprint(batches)
+            mark = mark_of(dealt.start, dealt.sizes, seen)
+        done += len(batches)
+        position = behind(dealt.stop * rule.shards, done, first)
+        whole = Round(batches, *dealt[1:])
+        pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept_of(number)]
+        if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total
+            pieces = [piece._replace(claim=piece.claim._replace(total=None)) for piece in pieces]
+        yield pieces
+
+
+class SampleGenerator(Generic[T]):
+    """Yields `data`, the same object, `sample_count` times in each loop over it, as PyTorch/XLA's: it is an iterable
+    with a length, and also an iterator with its own counter, which loops do not change. TypeError or ValueError if
+    `sample_count` is not an integer of at least 0."""
+
+    def __init__(self, data: T, sample_count: int) -> None:
+        check_integer(sample_count, "sample_count", 0)
+        self._data, self._sample_count = data, sample_count
+        self._left = repeat(data, sample_count)
+
+    def __len__(self) -> int:
+        return self._sample_count
+
+    def __iter__(self) -> Iterator[T]:
+        return repeat(self._data, self._sample_count)
+
+    def __next__(self) -> T:
+        return next(self._left)
