@@ -421,7 +421,7 @@ def test_what_an_accelerator_does_counts_once(tmp_path: Path, has_loader: bool) 
     assert (found.steps, found.samples) == (STEPS, 4 * STEPS)
     assert phases.count(FORWARD) == STEPS
     if has_loader:
-        assert phases.count(BACKWARD) == phases.count(STEP) == STEPS
+        assert (phases.count(BACKWARD), phases.count(STEP)) == (2 * STEPS, STEPS)  # and the script's own pass
         assert phases.count(FETCH) == STEPS + 1
 
 
@@ -450,10 +450,10 @@ def by_hand() -> None:
 
 
 @pytest.mark.parametrize("loop", [by_accelerator, by_hand])
-def test_a_loop_of_this_package_has_the_phases_that_it_has_without_the_wrapped_functions(
+def test_a_loop_of_this_package_has_its_phases_and_the_scripts_backward_passes(
     tmp_path: Path, loop: Callable[[], None]
 ) -> None:
-    def program() -> tuple[list[str], dict[str, int]]:
+    def program() -> tuple[list[str], dict[str, int], int]:
         timeline = current_world().timeline
         timeline.is_recorded = True
         loop()
@@ -461,12 +461,16 @@ def test_a_loop_of_this_package_has_the_phases_that_it_has_without_the_wrapped_f
         counts = {
             name: count for name, count in track.counts.items() if name in ("steps", "samples", "batches", "bytes")
         }
-        return [span.phase for span in track.spans], counts
+        phases = [span.phase for span in track.spans]
+        merged = (COMPUTE if phase == BACKWARD else phase for phase in phases)
+        return [phase for phase, _ in itertools.groupby(merged)], counts, phases.count(BACKWARD)
 
     wrapped = run(tmp_path, program, 2)
-    assert wrapped[0][1]["steps"] > 0
     with by_value(measure):
-        assert wrapped == spawn(lambda _: program(), nprocs=2, backend="cpu")
+        plain = spawn(lambda _: program(), nprocs=2, backend="cpu")
+    assert [each[:2] for each in wrapped] == [each[:2] for each in plain]
+    for (_, counts, backward), (_, _, unseen) in zip(wrapped, plain, strict=True):
+        assert backward >= counts["batches" if loop is by_hand else "steps"] > 0 == unseen
 
 
 def test_an_error_of_the_observer_ends_no_run(tmp_path: Path) -> None:

@@ -161,7 +161,22 @@ def test_a_loss_that_is_no_mean_over_the_samples_is_named_once_and_no_other_is(i
             train(targets, loss_of, is_plain=is_plain, gradient_accumulation_steps=2)
         assert len(said) == 1, name
         assert re.search(words, said[0]), said
-    assert torch.autograd.backward is losses._backward
+    assert torch.autograd.backward is losses._beneath
+
+
+def test_what_a_profiler_puts_around_backward_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, calls = torch.autograd.backward, []
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        before(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "backward", counted)
+    losses._watching.clear()
+    targets, loss_of = next(iter(PLAIN.values()))
+    train(targets, loss_of, is_plain=True, gradient_accumulation_steps=2)
+    assert torch.autograd.backward is counted
+    assert calls
 
 
 def test_on_one_device_with_one_batch_in_a_step_nothing_is_said() -> None:

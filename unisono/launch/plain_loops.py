@@ -15,7 +15,8 @@ loaders of this package have:
 Invariants:
 
 1. Nothing here changes a result, or raises. After an error of its own, it observes no longer.
-2. What is on the track already is not observed: a loop over a loader of this package, and what a prepared object does.
+2. What is on the track already is not observed: a loop over a loader of this package, but for a backward pass that the
+   script calls itself, and what a prepared object does.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class PlainLoops:
             return None
         try:
             track = self._track or self._find_track()
-            if track.innermost is not None:
+            if track.innermost is not None and phase != BACKWARD:  # which a script calls by itself there, too
                 return None
             if track.phase == STEP and phase in (FETCH, FORWARD, BACKWARD):
                 self._give_up_step(track, phase)

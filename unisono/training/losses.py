@@ -52,7 +52,7 @@ class LossWatch:
         """Look at each loss that is given to torch's `backward`, on rank zero."""
         if self.left and self._world.rank == 0:
             _watching.add(self)
-            torch.autograd.backward = _looking
+            _look_at_losses()
 
     def notice(self, loss: Any) -> None:
         """Look at a loss of this rank, if passes are left."""
@@ -159,18 +159,28 @@ _SUM = "the loss was computed with reduction='sum', or as a sum by hand" + _ENDI
 )
 _OF_EPOCH = "the loss is a sum, divided by {:g}, the samples of an epoch" + _ENDING.format("the mean over this batch's")
 _watching: WeakSet[LossWatch] = WeakSet()
-_backward = torch.autograd.backward
+_beneath = torch.autograd.backward  # what `_looking` stands before
+_stands = False
+
+
+def _look_at_losses() -> None:
+    """Put `_looking` before torch's function, or before what a profiler has put there, unless it stands there still."""
+    global _beneath, _stands
+    if not _stands:
+        _beneath, _stands = torch.autograd.backward, True
+        torch.autograd.backward = _looking
 
 
 def _looking(tensors: Any, *args: Any, **kwargs: Any) -> None:
     """In place of `torch.autograd.backward`, which `Tensor.backward` calls, as long as a rank looks at its losses."""
+    global _stands
     for each in list(_watching):
         each.notice(tensors)
         if not each.left:
             _watching.discard(each)
     if not _watching and torch.autograd.backward is _looking:
-        torch.autograd.backward = _backward
-    _backward(tensors, *args, **kwargs)
+        torch.autograd.backward, _stands = _beneath, False
+    _beneath(tensors, *args, **kwargs)
 
 
 def _count(node: Any) -> float:
