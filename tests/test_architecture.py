@@ -43,7 +43,7 @@ MIRRORS = (
     "unisono.compat.accelerate",
 )  # have the modules, and read the variables, of others
 GROUP_DOORS = ("unisono.training.strategies.", "unisono.devices.accelerator")
-XLA_DOORS = ("unisono.devices.xla", "unisono.comm.xla")
+XLA_DOORS = ("unisono.devices.xla", "unisono.devices.xla_runtime", "unisono.comm.xla")
 
 
 @dataclass(frozen=True)

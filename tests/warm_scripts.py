@@ -46,7 +46,7 @@ MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
 COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"  # a script that is `unisono`
 _BLANK = "0" * 32
 _IMPORTED = ["torch._dynamo", "torch.utils.data", "sklearn.datasets", "unisono.launch.worker", "faults"]
-_IMPORTED += ["torch.distributed.optim", "unisono.launch.hosts.agent"]
+_IMPORTED += ["torch.distributed.optim", "unisono.launch.hosts.run_agent"]
 if importlib.util.find_spec("torch_xla"):  # what it imports; itself it reads the environment, so that scripts import it
     _IMPORTED += ["torch._inductor.fx_passes.post_grad", "functorch.compile"]
 

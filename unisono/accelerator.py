@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader
 from unisono.arguments import check_type, explain_unknown_names
 from unisono.batches.lone_steps import NOTHING
 from unisono.batches.virtual_ranks import Virtual, virtual_of
-from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
+from unisono.checkpoint.methods import CheckpointMethods
 from unisono.checkpoint.objects import meet, user_module
+from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.comm.selection import innermost
 from unisono.errors import NoWorldError
 from unisono.loading.device_iterator import DeviceIterator

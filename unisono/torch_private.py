@@ -8,7 +8,8 @@ If torch no longer has a name, the modules that import it raise an ImportError t
 missing then, but none computes something else. Names that some versions of torch lack are None there, and `INSTEAD`
 says what is done without them.
 
-The private names of torch_xla stand in `devices/xla.py` and `comm/xla.py`, which alone import it.
+The private names of torch_xla stand in `devices/xla.py`, `devices/xla_runtime.py` and `comm/xla.py`: no other module
+imports it.
 """
 
 from __future__ import annotations

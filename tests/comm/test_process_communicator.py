@@ -20,7 +20,8 @@ from modes import default_group
 from unisono import spawn
 from unisono.comm import sealing
 from unisono.comm.outcome import Outcome
-from unisono.comm.processes import ProcessCommunicator, is_of_transport
+from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.reasons import is_of_transport
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

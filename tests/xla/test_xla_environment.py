@@ -191,15 +191,15 @@ print(ones, [each.sum().item() for each in pending])
 TPU = """
 import json, os
 from torch_xla._internal import tpu
-from unisono.devices import xla
+from unisono.devices import xla_runtime
 
 def told(chips, count, environ):
     tpu.num_available_chips = lambda: chips  # what the PCI bus of this machine lacks
     before = dict(os.environ)
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_ID="0", **environ)
     try:
-        xla._check_chips(count)
-        xla._choose_chip(count - 1, count)
+        xla_runtime.check_chips(count)
+        xla_runtime.choose_chip(count - 1, count)
         return {name: value for name, value in os.environ.items() if before.get(name) != value and name not in environ}
     except ValueError as error:
         return str(error)

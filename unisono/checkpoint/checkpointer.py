@@ -19,8 +19,9 @@ from unisono.arguments import check_integer
 from unisono.checkpoint.contents import read_contents
 from unisono.checkpoint.directory import Place
 from unisono.checkpoint.folders import Location, folder_at
+from unisono.checkpoint.loading import Loaded, load_checkpoint, say_resumed
 from unisono.checkpoint.objects import kinds_of
-from unisono.checkpoint.saver import Loaded, Saver
+from unisono.checkpoint.saver import Saver
 from unisono.world import World, current_world
 
 
@@ -103,18 +104,19 @@ class Checkpointer:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
         """
         folder = self._directory if path is None else folder_at(path)
-        restored = self._saver.load(partial(read_contents, folder), self._objects, must_exist)
+        world = self._saver.world
+        self._saver.wait("load_state")
+        restored = load_checkpoint(world, partial(read_contents, folder), self._objects, must_exist)
         if restored is None:
             return None
         self.num_steps = restored.loaded.step
-        self._saver.world.timeline.at_load(self.num_steps)
-        self._saver.say_resumed(restored.loaded, self._objects)
+        world.timeline.at_load(self.num_steps)
+        say_resumed(restored.loaded, self._objects, world)
         return restored.loaded
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error if it failed. All ranks must call it."""
-        self._saver.world.comm.announce("the end of a save")
-        self._saver.wait()
+        self._saver.wait("the end of a save")
 
     def close(self) -> None:
         """Wait for the save in progress, and raise its error on the rank where it failed."""
@@ -156,7 +158,8 @@ def load(
         objects: under the names by which they were saved.
     """
     world = world or current_world()
-    restored = Saver(world).load(partial(read_contents, folder_at(path)), objects, must_exist)
+    world.comm.announce("load_state")
+    restored = load_checkpoint(world, partial(read_contents, folder_at(path)), objects, must_exist)
     if restored is None:
         return None
     world.timeline.at_load(restored.loaded.step)

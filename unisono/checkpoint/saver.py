@@ -1,4 +1,4 @@
-"""One rank's part in saving and loading checkpoints: what all ranks agree on, what is copied, which rank writes it.
+"""One rank's part in saving checkpoints: what all ranks agree on, what is copied, which rank writes it.
 
 Rank zero writes one file, `state.pt`; if a large model, or its optimizer's state, is sharded, all ranks also write
 their parts, each into a file of its own. The state of other ranks is gathered by the communicator.
@@ -11,43 +11,38 @@ Ownership: a `Saver` owns the host memory of its copies and the thread that writ
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import torch
 
+from unisono.checkpoint.agreement import agree_on, encode_error, raise_any, raise_together
 from unisono.checkpoint.background import HostMemory, host_view, start_save
-from unisono.checkpoint.contents import Contents
 from unisono.checkpoint.directory import SHARD, STATE, Manifest, Place, choose_place, commit
 from unisono.checkpoint.folders import Checksum, Folder, Location, RemoteFolder, checksum_of, sync, write_file
-from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
+from unisono.checkpoint.generators import generator_states, keep_device_generator
 from unisono.checkpoint.objects import (
     Copy,
     Objects,
     are_divided,
-    check_fit,
     divided_states,
     kept_states,
     kind_of,
     kinds_of,
-    load_kept,
     meet,
     own_states,
-    restore,
     user_module,
     whole_states,
 )
 from unisono.checkpoint.serialization import as_plain
 from unisono.comm.operations import HOST
 from unisono.comm.outcome import Outcome, add_note_once
-from unisono.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
+from unisono.errors import CheckpointError
 from unisono.launch.process_group import suppress_greetings
-from unisono.loading.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.training.digests import record_checkpoint
 from unisono.training.strategies.sharded import gather_aside
 from unisono.training.strategies.states import broadcast_entries
@@ -58,65 +53,13 @@ logger = logging.getLogger(__name__)
 SMALL = 256 << 20  # bytes of parameters: up to this size rank zero writes everything
 
 
-def agree_on(ask: Callable[[], Any], world: World) -> Any:
-    """Call `ask` on rank zero, and return its result on all ranks; or raise its error on all of them. A collective."""
-    outcome: Outcome[Any] = Outcome.capture(ask) if world.rank == 0 else Outcome()
-    if outcome.error is not None and not isinstance(outcome.error, Exception):
-        raise outcome.error
-    found, failed = world.comm.broadcast_object((outcome.value, encode_error(outcome.error)))
-    raise_any([failed], outcome.error)
-    return found if world.rank else outcome.value
-
-
-def encode_error(error: BaseException | None) -> bytes | None:
-    """Encode an error for the other ranks, even if it cannot be pickled."""
-    return None if error is None else Outcome.failure(error).to_bytes()
-
-
-def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
-    """Raise, on all ranks, an error that one has reported; on that rank, the original error."""
-    for each in filter(None, failed):
-        Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
-
-
-def raise_together(own: BaseException | None, world: World) -> None:
-    """Raise, on all ranks, the error of the first rank that has one. A collective."""
-    raise_any(world.comm.all_gather_object(encode_error(own)), own)
-
-
-class Loaded(NamedTuple):
-    """What was loaded.
-
-    Attributes:
-        path: the path of the checkpoint.
-        step: the training step, as counted when it was saved.
-        world_size: the number of ranks that saved it.
-        score: the score it was saved with; None without one.
-    """
-
-    path: Location
-    step: int
-    world_size: int
-    score: float | None
-
-
-class Restored(NamedTuple):
-    """What was loaded, and the mark of its save; the facts of each rank; on rank zero the accumulated gradients of
-    each, None between steps."""
-
-    loaded: Loaded
-    mark: str
-    facts: Sequence[Any]
-    held: Sequence[Mapping[str, torch.Tensor]] | None
-
-
 _Copied = tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]
 # What is to be written, in main memory: this rank's own state; on rank zero the contents of `state.pt`; if all ranks
 # write concurrently, this rank's part.
 
 
 class Saver:
-    """Saves and loads the checkpoints of one rank."""
+    """Saves the checkpoints of one rank."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -141,8 +84,10 @@ class Saver:
                 self._save = None if is_done else self._save
                 raise_together(failure, self.world)
 
-    def wait(self) -> None:
-        """Wait for the save in progress, and raise its error on all ranks if it failed. A collective."""
+    def wait(self, purpose: str) -> None:
+        """Announce the purpose; wait for the save in progress, and raise its error on all ranks if it failed. A
+        collective."""
+        self.world.comm.announce(purpose)
         raise_together(self._end_save(), self.world)
 
     def close(self) -> None:
@@ -175,8 +120,7 @@ class Saver:
         `Checkpointer.save`, on all ranks. A collective. Rank zero calls `place`, if it is a function. All call `choose`
         with a directory, rank zero's, whose files become part of the checkpoint; it returns the objects to save."""
         world = self.world
-        world.comm.announce(f"save_state at step {step}")
-        self.wait()
+        self.wait(f"save_state at step {step}")
         score = None if score is None else float(score)
         # The mark is a unique name, from which all ranks derive the path of their shards.
         chosen: Place | None
@@ -258,22 +202,6 @@ class Saver:
             found.append(kept if self.world.rank == 0 else None)
         return found
 
-    def _load_kept(self, objects: Objects, kept: Sequence[Any] | None, is_of_all: bool, saved_by: int) -> None:
-        """Load what the models of each rank have kept, which rank zero has. A collective."""
-        world = self.world
-        if is_of_all and saved_by == world.world_size:
-            for rank in range(saved_by):
-                found = world.comm.broadcast_object(None if kept is None else kept[rank])
-                if rank == world.rank:
-                    load_kept(objects, found)
-        elif world.rank == 0:
-            logger.warning(
-                "saved by %d ranks, loaded by %d: what the comm_hook has kept on each of them, such as the errors of "
-                "its rounding, is not loaded",
-                saved_by,
-                world.world_size,
-            )
-
     def _is_divided(self, objects: Objects) -> bool:
         """Whether ranks write their shards concurrently. The same on all ranks."""
         if not are_divided(objects) or not self.world.takes_engines:
@@ -332,84 +260,3 @@ class Saver:
                 files[name] = checksum_of(path)
         files[STATE] = write_file(directory / STATE, contents)
         return files
-
-    # Loading.
-
-    def say_resumed(self, loaded: Loaded, objects: Objects, lost: int | None = None) -> None:
-        """Print on rank zero where the run continues, and how many steps are lost, if that is known."""
-        if self.world.rank == 0:
-            loaders = [each for each in objects.values() if isinstance(each, DeviceLoader | ParallelLoader)]
-            epoch = f"epoch {loaders[0].epoch}, " if loaders else ""
-            behind = "" if lost is None else f", {lost} step{'s' * (lost != 1)} lost"
-            print(f"resumed from {loaded.path}: {epoch}step {loaded.step}{behind}", file=sys.stderr)
-
-    def load(
-        self,
-        find: Callable[[], Contents],
-        objects: Objects,
-        must_exist: bool = True,
-        choose: Callable[[str], Objects] | None = None,
-        generates_alike: bool = True,
-    ) -> Restored | None:
-        """Load the objects from what rank zero finds. A collective. Raises as `Checkpointer.load`.
-
-        Args:
-            find: called on rank zero; raises as `read_contents`.
-            objects: what is loaded, of all that was saved.
-            must_exist: False: without a checkpoint, nothing is loaded.
-            choose: called with the place of the files, if there are any; returns the objects to load.
-            generates_alike: whether the random generators are those of the save from then on.
-        """
-        world = self.world
-        world.comm.announce("load_state")
-        self.wait()
-        for each in objects.values():
-            meet(each)  # so that nothing that is loaded counts as a step
-        contents: Contents | None = None
-
-        def read() -> tuple[Location, Manifest, Sequence[Any], bool] | None:
-            nonlocal contents
-            try:
-                contents = find()
-            except NoCheckpointError as error:
-                if must_exist:
-                    raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
-                return None
-            return contents.path, contents.manifest, contents.ranks, contents.kept is not None
-
-        def check() -> dict[str, Any]:
-            assert contents is not None
-            if not objects and contents.kinds and choose is None:
-                raise CheckpointMismatchError(
-                    f"{contents.path} holds {', '.join(contents.kinds)}, and nothing here takes it; prepare or "
-                    "register the objects first, and keep what prepare() returns, or the model or its optimizer"
-                )
-            check_fit(objects, contents.states, contents.kinds, str(contents.path))
-            if generates_alike and (left := [name for name in contents.kinds if name not in objects]):
-                logger.warning(
-                    "%s also holds %s, which was not loaded; to continue that run, prepare or register as many objects "
-                    "as it had before load_state",
-                    contents.path,
-                    ", ".join(left),
-                )
-            return {name: each for name, each in contents.states.items() if contents.kinds[name][0] == "state"}
-
-        found = agree_on(read, world)
-        if found is None:
-            return None
-        path, manifest, ranks, has_kept = found
-        if choose is not None and manifest.directory:
-            objects = choose(f"{path}/{manifest.directory}")
-        others = agree_on(check, world)
-        # On another number of ranks no saved rank corresponds to this one; all take rank zero's state.
-        own = ranks[world.rank] if len(ranks) == world.world_size else ranks[0]
-        restore(objects, contents.states if contents is not None else {}, others, own["states"], world)
-        if has_kept:
-            kept = None if contents is None else contents.kept
-            self._load_kept(objects, kept, len(ranks) == manifest.world_size, manifest.world_size)
-        # After everything that may draw random numbers or run a graph.
-        if generates_alike:
-            restore_generators([each["generators"] for each in ranks], manifest.world_size, world)
-        loaded = Loaded(path, manifest.step, manifest.world_size, manifest.score)
-        held = contents.held if contents is not None else None
-        return Restored(loaded, manifest.directory, [each["extra"] for each in ranks], held)

@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from unisono.comm.operations import HOST
-from unisono.launch.held_memory import MOST_RANKS, SIZE
+from unisono.launch.held_memory import MOST_RANKS, SIZE, create_memory
+from unisono.world import World
 
 ALL = range(1 << 62)
 """All attempts."""
@@ -295,3 +296,18 @@ def _tensor_of(memory: mmap.mmap) -> torch.Tensor:
 def _view(memory: torch.Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     size = shape.numel() * dtype.itemsize
     return memory[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype, device=HOST)
+
+
+def open_memory(world: World) -> int:
+    """A descriptor of the launcher's memory; of one of this process, if nothing has started it that would start it
+    again."""
+    place = world.state.held_memory
+    if place:
+        return os.open(place, os.O_RDWR | os.O_CLOEXEC)
+    made = create_memory() if world.world_size == 1 else None
+    if made is None:
+        raise ValueError(
+            "snapshot_every is for the ranks that `unisono run` or spawn() has started on Linux, as processes: their "
+            "launcher holds the memory that outlives them; leave it out here"
+        )
+    return made

@@ -44,17 +44,15 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.serialization import as_plain
 from unisono.checkpoint.snapshot_contents import contents_of, packed
-from unisono.checkpoint.snapshot_memory import SLOTS, Content, SlotWriter, find_parts, free_others, size_of
+from unisono.checkpoint.snapshot_memory import SLOTS, Content, SlotWriter, find_parts, free_others, open_memory, size_of
 from unisono.checkpoint.snapshot_neighbours import Neighbours
 from unisono.checkpoint.snapshot_search import gather_snapshot
 from unisono.errors import CheckpointError
-from unisono.launch.held_memory import create_memory
 from unisono.launch.messages import say_once
 from unisono.launch.watching.memory import memory_left
 from unisono.report.timeline import SAVE
 from unisono.training.steps import Steps
 from unisono.training.strategies.states import plain_name
-from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +101,7 @@ class Snapshots:
             raise ValueError(f"snapshots={kept} are too many for the memory's slots; pass at most {SLOTS - 2}")
         self._steps, self.every, self._kept, self._count, self._describe = steps, every, kept, count, describe
         self._world = world = steps.world
-        self._file, self._attempt = _open_memory(world), world.state.groups_before
+        self._file, self._attempt = open_memory(world), world.state.groups_before
         self._writer = self._write_into()
         self._thread = threading.get_ident()
         self._number = 0
@@ -385,18 +383,3 @@ def _own_share(rank: int, ranks: int, each: Any, whole: Mapping[Any, Any]) -> Ma
             kept[key] = value
         at += alike.get(key, 0)
     return kept
-
-
-def _open_memory(world: World) -> int:
-    """A descriptor of the launcher's memory; of one of this process, if nothing has started it that would start it
-    again."""
-    place = world.state.held_memory
-    if place:
-        return os.open(place, os.O_RDWR | os.O_CLOEXEC)
-    made = create_memory() if world.world_size == 1 else None
-    if made is None:
-        raise ValueError(
-            "snapshot_every is for the ranks that `unisono run` or spawn() has started on Linux, as processes: their "
-            "launcher holds the memory that outlives them; leave it out here"
-        )
-    return made

@@ -129,7 +129,7 @@ def _run_on_machines(parsed: argparse.Namespace, target: Target, machines: Machi
     from unisono.comm.pickling import pickle_call
     from unisono.comm.selection import group_backend
     from unisono.devices import pick_backend
-    from unisono.launch.hosts.agent import run_agent
+    from unisono.launch.hosts.run_agent import run_agent
     from unisono.launch.options import Options
     from unisono.launch.run_target import run_worker_target, variables_of_run
     from unisono.launch.settings import Settings

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from unisono.comm.comparison import Comparison
 from unisono.comm.device_watch import DeviceWatch, wake
 from unisono.comm.group_counts import count_group, forget_group, num_begun, types_in
 from unisono.comm.operations import (
@@ -42,18 +43,18 @@ from unisono.comm.operations import (
     check_scatter,
     check_tensor,
     departure,
-    digest_of,
     left,
     mismatch_error,
     name_ranks,
 )
-from unisono.comm.outcome import Outcome
 from unisono.comm.pickling import dumps
-from unisono.comm.sealing import UnsignedError, seal, tensor_of, unseal
+from unisono.comm.reasons import Reasons, is_of_own_device
+from unisono.comm.sealing import seal, tensor_of, unseal
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.comm.shutdown import end_group
 from unisono.comm.stacks import describe_call, frames_of_error, own_frames
+from unisono.comm.tensor_forms import as_bytes, wire, write_back
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoError
 from unisono.protocols import Backend, ReduceOp
 
@@ -68,14 +69,10 @@ _TORCH_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-_WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
 _ADVICE = (
     "if none has failed, the ranks called different collectives of torch itself, or share a GPU, which NCCL refuses "
     "(process_group='gloo' does not)"
 )
-_OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and in NCCL's
-_FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
-_NOTHING = "nothing"  # what no rank writes
 
 
 class ProcessCommunicator:
@@ -100,7 +97,7 @@ class ProcessCommunicator:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._device = device
-        self._store = store
+        self._reasons = Reasons(store, self.rank, self.size)
         self._owns_group = owns_group
         self._broken: tuple[str, BaseException] | None = None
         self._has_left = False
@@ -108,7 +105,7 @@ class ProcessCommunicator:
         self._is_inside = False
         self.name = ""  # of this world, once all ranks have agreed on one, where messages are signed
         self._num_sent = 0
-        self._comparison = _Comparison(self.gather_bytes)
+        self._comparison = Comparison(self.gather_bytes)
         self.num_calls = 0  # collectives that this rank has entered
         self._own_here = here
         # The thread that `wake` interrupts when the watch ends the device's wait.
@@ -140,9 +137,9 @@ class ProcessCommunicator:
         check_reduction(tensor, op)
 
         def reduce() -> torch.Tensor:
-            sent = self._on_host(_wire(tensor))
+            sent = self._on_host(wire(tensor))
             dist.all_reduce(sent, _TORCH_OPS[op])
-            return _write_back(tensor, sent.div_(self.size) if op == "mean" else sent)
+            return write_back(tensor, sent.div_(self.size) if op == "mean" else sent)
 
         return self._run(self._call_on("all_reduce", tensor, op), reduce)
 
@@ -150,7 +147,7 @@ class ProcessCommunicator:
         check_tensor(tensor, "all_gather")
 
         def gather() -> list[torch.Tensor]:
-            sent = self._on_host(_as_bytes(tensor))
+            sent = self._on_host(as_bytes(tensor))
             parts = [torch.empty_like(sent) for _ in range(self.size)]
             dist.all_gather(parts, sent)
             return [part.to(tensor.device).view(tensor.dtype).view(tensor.shape) for part in parts]
@@ -162,7 +159,7 @@ class ProcessCommunicator:
         check_scatter(tensor, self.size)
 
         def scatter() -> torch.Tensor:
-            sent = self._on_host(_wire(tensor))
+            sent = self._on_host(wire(tensor))
             part = torch.empty_like(sent[: len(sent) // self.size])
             dist.reduce_scatter(part, [piece.contiguous() for piece in sent.chunk(self.size)], _TORCH_OPS[op])
             return (part.div_(self.size) if op == "mean" else part).to(tensor.device, tensor.dtype)
@@ -174,7 +171,7 @@ class ProcessCommunicator:
         check_scatter(tensor, self.size, "all_to_all")
 
         def exchange() -> list[torch.Tensor]:
-            sent = self._on_host(_as_bytes(tensor))
+            sent = self._on_host(as_bytes(tensor))
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent)
             return list(received.to(tensor.device).view(tensor.dtype).view(tensor.shape).chunk(self.size))
@@ -186,9 +183,9 @@ class ProcessCommunicator:
         check_root(root, self.size)
 
         def send() -> torch.Tensor:
-            sent = self._on_host(_as_bytes(tensor))
+            sent = self._on_host(as_bytes(tensor))
             dist.broadcast(sent, root)
-            return _write_back(tensor, sent.view(tensor.dtype).view(tensor.shape))
+            return write_back(tensor, sent.view(tensor.dtype).view(tensor.shape))
 
         return self._run(self._call_on("broadcast", tensor, root), send)
 
@@ -237,17 +234,13 @@ class ProcessCommunicator:
     def abort(self, cause: BaseException) -> None:
         if self._broken is None:
             self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
-            with contextlib.suppress(RuntimeError):  # the store may be gone with its host
-                self._leave_reason(cause)
+            self._reasons.leave_failure(cause)
             self._end(is_broken=True)
 
     def leave(self) -> None:
         if not self._has_left:
             self._has_left = True
-            with contextlib.suppress(RuntimeError):
-                if self._store is not None:
-                    # Peers that wait in vain look for this, and report a departure instead of a time-out.
-                    self._store.set(_DEPARTED.format(self.rank), "1")
+            self._reasons.leave_departure()
             self._end()
 
     def _run(self, call: Call, operation: Callable[[], R] | None = None) -> R:
@@ -278,7 +271,7 @@ class ProcessCommunicator:
             self._broken = self._broken or (f"{type(error).__name__}: {error}", error)
             raise error
         # An error of this rank's own device (a device-side assert) is not the fault of a peer.
-        if isinstance(error, UnisonoError) or _is_of_own_device(error):
+        if isinstance(error, UnisonoError) or is_of_own_device(error):
             raise error
         # `abort` or the watch, on another thread, sets the reason before it ends the group.
         if self._broken is None:
@@ -355,47 +348,20 @@ class ProcessCommunicator:
         """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error
         message."""
         # A failure comes first: its victims leave, too, and note their departure.
-        if (failure := self._failure_of_a_peer()) is not None:
+        if (failure := self._reasons.failure()) is not None:
             return failure
         here = self._here
         missing = here.missing() if here is not None else []
-        with contextlib.suppress(RuntimeError):
-            if gone := [each for each in range(self.size) if self._read(_DEPARTED.format(each))]:
-                # The others arrived, and left as victims.
-                return departure([rank for rank in gone if rank in missing] or gone), error
+        if gone := self._reasons.departed():
+            # The others arrived, and left as victims.
+            return departure([rank for rank in gone if rank in missing] or gone), error
         if missing:
             return f"{name_ranks(missing)} did not arrive: {error}", error
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
 
-    def _failure_of_a_peer(self) -> tuple[str, BaseException] | None:
-        with contextlib.suppress(Exception):  # the store's server may be gone with the peer; without a secret, any junk
-            if data := self._read(_FAILURE):
-                peer = Outcome.from_bytes(data)
-                if peer.error is not None:
-                    return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
-        return None
-
-    def _leave_reason(self, cause: BaseException) -> None:
-        if self._store is None:
-            return
-        reason: Any = Outcome.failure(cause, f"rank {self.rank}").to_bytes()  # annotated as str, takes bytes
-        # The store keeps the first failure of all ranks; a later one is a consequence of it.
-        with contextlib.suppress(UnsignedError):
-            self._store.compare_set(_FAILURE, "", reason)
-        if self._failure_of_a_peer() is None:  # somebody else has written there
-            self._store.set(_FAILURE, reason)
-
-    def _read(self, key: str) -> bytes:
-        """What a rank has left in the store; b"" if none has."""
-        with contextlib.suppress(UnsignedError):
-            if self._store is not None and self._store.check([key]):
-                # Not by `get`, which would wait where somebody has deleted the key: this one sets nothing.
-                return self._store.compare_set(key, _NOTHING, _NOTHING).removeprefix(_NOTHING.encode())
-        return b""
-
     def _end_wait(self) -> bool:
         """End the device's wait if a peer has failed; return whether one has. Runs in the watch's thread."""
-        if (failure := self._failure_of_a_peer()) is None:
+        if (failure := self._reasons.failure()) is None:
             return False
         # The rank's own thread may have aborted first.
         self._broken = self._broken or failure
@@ -442,68 +408,3 @@ class ProcessCommunicator:
         if self._owns_group and dist.is_initialized():
             forget_group()
             end_group(is_broken, waits_for_device=watch is not None)
-
-
-class _Comparison:
-    """Compares, by a small reduction, what the ranks are about to do, where no shared memory does it.
-
-    Args:
-        gather: returns the bytes of all ranks; a collective.
-    """
-
-    def __init__(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        self._gather = gather
-        self._begun: tuple[str, str, torch.Tensor, Any] | None = None  # action, place, bounds, work
-
-    def begin(self, action: str, place: str, device: torch.device) -> None:
-        digest = digest_of(action)
-        # One reduction yields both bounds: the least of the negated digests is the negated greatest.
-        bounds = torch.tensor([digest, -digest], device=device)
-        self._begun = action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True)
-
-    def finish(self) -> None:
-        """CollectiveMismatchError, on all ranks, if they do not agree in what has begun."""
-        if self._begun is None:
-            return
-        (action, place, bounds, work), self._begun = self._begun, None
-        work.wait()
-        least, negated_greatest = bounds.tolist()
-        if least != -negated_greatest:
-            # All ranks see the same bounds, so all of them enter this gather.
-            found = self._gather(dumps((action, place or describe_call(own_frames()))))
-            actions, places = zip(*map(pickle.loads, found), strict=True)
-            raise mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
-
-
-def is_of_transport(error: BaseException) -> bool:
-    """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
-    if isinstance(error, dist.DistError):
-        return not _is_of_own_device(error)
-    # A future keeps only the message of the error.
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("/gloo/", "DistNetworkError: "))
-
-
-def _is_of_own_device(error: BaseException) -> bool:
-    """Whether this rank's device has failed, for example by a kernel's assertion, which the next call reports."""
-    kinds = torch.OutOfMemoryError, torch.AcceleratorError
-    return isinstance(error, kinds) or any(words in str(error) for words in _OF_OWN_DEVICE)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in plain memory, or itself if it already is: contiguous, with no conjugation left to apply."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """What is reduced: the plain tensor, in a dtype that every process group supports."""
-    return _plain(tensor).to(_WIDER.get(tensor.dtype, tensor.dtype))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What is moved: the memory of the plain tensor as bytes, so that any dtype can be sent, bit for bit."""
-    return _plain(tensor).reshape(-1).view(torch.uint8)
-
-
-def _write_back(tensor: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-    # The same memory means that the transport has worked in place.
-    return tensor if sent.data_ptr() == tensor.data_ptr() else tensor.copy_(sent)

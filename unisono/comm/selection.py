@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.operations import HOST
-from unisono.comm.processes import ProcessCommunicator, is_of_transport
+from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.reasons import is_of_transport
 from unisono.comm.shared_memory import process_group as shared_memory
 from unisono.comm.shared_memory.mapping import map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint

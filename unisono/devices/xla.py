@@ -14,10 +14,7 @@ or that would change the results silently.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -27,30 +24,24 @@ import psutil
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.devices.cpu import logical_devices
 from unisono.devices.movement import send
 from unisono.devices.randomness import seed_of
+from unisono.devices.xla_runtime import (
+    CPU,
+    TPU,
+    check_chips,
+    choose_chip,
+    hardware,
+    load_torch_xla,
+    missing_reason,
+    prepare_environment,
+    runtime_module,
+    virtual_count,
+)
 from unisono.errors import UnisonoError
 from unisono.protocols import Backend, Feature, Transport
 from unisono.torch_private import all_schemas
 from unisono.tree import leaves, map_objects
-
-_CPU, _TPU = "CPU", "TPU"  # values of PJRT_DEVICE
-
-_SETTINGS = {
-    # Otherwise a pool thread that has launched one device's collective makes another device wait for it.
-    "PJRT_CPU_ASYNC_CLIENT": "0",
-    # Each collective occupies a thread of the pool until all devices have joined it.
-    "XLA_THREAD_POOL_SIZE": "64",
-    # Otherwise 0 and 1 become constants of the graph, so that a factor's value decides whether it is recompiled.
-    "XLA_NO_SPECIAL_SCALARS": "1",
-    # Otherwise a tensor's copy shares its buffer, which is freed when the copy is modified in place.
-    "XLA_ENABLE_PARAM_ALIASING": "0",
-}
-"""What virtual devices on the CPU need, with the reasons; valid for torch_xla 2.9."""
-
-_NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
-"""Modes that keep the dtype's name but not its precision."""
 
 _UNFIT = {
     torch.complex128: "take complex64",
@@ -79,23 +70,23 @@ class XlaBackend(Backend):
         self._asked = 0  # the number of virtual devices, if it is not set elsewhere
 
     def hardware(self) -> str:
-        return _hardware()
+        return hardware()
 
     def unavailable_reason(self) -> str:
-        has_none = f"PJRT_DEVICE={_hardware()}, and there is no chip here; PJRT_DEVICE=CPU has virtual devices"
-        return _missing_reason() or ("" if self.is_available() else has_none)
+        has_none = f"PJRT_DEVICE={hardware()}, and there is no chip here; PJRT_DEVICE=CPU has virtual devices"
+        return missing_reason() or ("" if self.is_available() else has_none)
 
     def is_accelerated(self) -> bool:
-        return _hardware() != _CPU
+        return hardware() != CPU
 
     def device_count(self) -> int:
         """Does not start the runtime."""
-        if _missing_reason():
+        if missing_reason():
             return 0
-        if (started := _runtime_module()) is not None:
+        if (started := runtime_module()) is not None:
             return len(started._xla_get_devices())
-        if _hardware() == _CPU:
-            return _virtual_count() or 1
+        if hardware() == CPU:
+            return virtual_count() or 1
         from torch_xla._internal import tpu  # counts chips on the bus, and queries Google's metadata for their type
 
         return int(tpu.num_available_devices()) if tpu.num_available_chips() else 0
@@ -107,15 +98,15 @@ class XlaBackend(Backend):
                 f"device xla:{index} does not exist: this process computes by strategy='spmd', whose xla:0 stands for "
                 "all of them"
             )
-        is_open = _hardware() == _CPU and not _missing_reason() and _runtime_module() is None
+        is_open = hardware() == CPU and not missing_reason() and runtime_module() is None
         # A number that the user has set is final; one that was set here grows with the devices asked for.
-        if is_open and index >= self.device_count() and _virtual_count() in (0, self._asked):
+        if is_open and index >= self.device_count() and virtual_count() in (0, self._asked):
             self._asked = index + 1
             os.environ["CPU_NUM_DEVICES"] = str(self._asked)
         try:
             device = super().device(index)
         except ValueError as error:
-            if _missing_reason() or _hardware() != _CPU or index < 0:
+            if missing_reason() or hardware() != CPU or index < 0:
                 raise
             raise ValueError(
                 f"{error}; set CPU_NUM_DEVICES={index + 1} in the environment before the first use of a device"
@@ -128,7 +119,7 @@ class XlaBackend(Backend):
 
     def start(self, device: torch.device) -> None:
         self.runtime()
-        if _runtime_module() is None:
+        if runtime_module() is None:
             self.activate(device)
             _try_backward(device)
 
@@ -136,17 +127,17 @@ class XlaBackend(Backend):
         self.runtime()
 
     def check_workers(self, count: int) -> None:
-        if _hardware() == _TPU and not _missing_reason():
-            _check_chips(count)
+        if hardware() == TPU and not missing_reason():
+            check_chips(count)
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
-        if _hardware() == _TPU:
-            _check_chips(local_world_size)
-            _choose_chip(local_rank, local_world_size)
+        if hardware() == TPU:
+            check_chips(local_world_size)
+            choose_chip(local_rank, local_world_size)
         self.runtime()
-        if _hardware() == _CPU:
+        if hardware() == CPU:
             os.environ["CPU_NUM_DEVICES"] = "1"
-        _prepare_environment()  # again: torch_xla may have been imported in the process that this one was forked from
+        prepare_environment()  # again: torch_xla may have been imported in the process that this one was forked from
         device = torch.device("xla", 0)
         self.start(device)
         self.activate(device)
@@ -162,11 +153,11 @@ class XlaBackend(Backend):
         # CPU devices can reduce only with the settings below, which the user may have changed.
         threads = os.environ.get("XLA_THREAD_POOL_SIZE", "")
         has_room = threads.isdecimal() and int(threads) >= len(devices)
-        may = _hardware() != _CPU or (has_room and os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0")
+        may = hardware() != CPU or (has_room and os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0")
         return "runtime" if spans and may and len(devices) > 1 else "host"
 
     def process_transport(self) -> Transport:
-        return "host" if _hardware() == _CPU else "runtime"
+        return "host" if hardware() == CPU else "runtime"
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         self.runtime()
@@ -198,7 +189,7 @@ class XlaBackend(Backend):
         if self._sharding is not None:
             return
         self.runtime()
-        if _runtime_module() is not None:  # with earlier tensors, the first step would end in a segmentation fault
+        if runtime_module() is not None:  # with earlier tensors, the first step would end in a segmentation fault
             raise UnisonoError(
                 "strategy='spmd' comes too late: an XLA device of this process is in use already; make the Accelerator "
                 "first, in a process of its own"
@@ -245,7 +236,7 @@ class XlaBackend(Backend):
         return torch.tensor([seed], dtype=torch.uint64, device="cpu").view(torch.uint8)
 
     def memory(self, device: torch.device) -> int:
-        if _hardware() == _CPU:
+        if hardware() == CPU:
             # All virtual devices of a process share its memory.
             return int(psutil.Process().memory_info().rss)
         return int(self.runtime()._XLAC._xla_memory_info(str(device))["bytes_used"])
@@ -277,7 +268,7 @@ class XlaBackend(Backend):
         be."""
         if self._xla is None:
             with self._loading:
-                self._xla = self._xla or _load_torch_xla()
+                self._xla = self._xla or load_torch_xla()
         return self._xla
 
 
@@ -327,120 +318,6 @@ def _check_fit(leaf: Any) -> Any:
             f"a batch holds a tensor of {leaf.dtype}, which XLA would take for another; {_UNFIT[leaf.dtype]}"
         )
     return leaf
-
-
-def _load_torch_xla() -> Any:
-    if reason := _missing_reason():
-        raise UnisonoError(f"XLA devices cannot be used: {reason}")
-    # Taken before they are set below: a runtime that is running already has not read them.
-    lacking = [] if _hardware() != _CPU else [name for name in _SETTINGS if name not in os.environ]
-    _prepare_environment()
-    before = dict(os.environ)
-    import torch_xla
-
-    _added.update({name: value for name, value in os.environ.items() if before.get(name) != value})
-    # One device of a runtime that was started elsewhere works, but several need the settings.
-    is_late = bool(lacking) and torch_xla._XLAC._xla_runtime_is_initialized()
-    if is_late and len(torch_xla._XLAC._xla_get_devices()) > 1:
-        settings = " ".join(f"{name}={_SETTINGS[name]}" for name in lacking)
-        raise UnisonoError(
-            "the XLA runtime of this process was started, with several virtual devices, before unisono was asked for "
-            f"one; start the program with {settings} in its environment, or let DataParallel come first"
-        )
-    return torch_xla
-
-
-_added: dict[str, str] = {}  # what importing torch_xla has put into the environment
-
-
-def _prepare_environment() -> None:
-    """Set the environment variables that the runtime reads when it starts."""
-    for name in _NARROWING:
-        if os.environ.get(name, "0") not in ("", "0"):
-            raise UnisonoError(
-                f"{name}={os.environ[name]} is set: tensors would keep their type and silently lose its precision; "
-                "unset it, and use mixed_precision='bf16' for mixed precision"
-            )
-    if not os.environ.get("PJRT_DEVICE"):
-        os.environ["PJRT_DEVICE"] = _hardware()
-    for name, value in {**(_SETTINGS if _hardware() == _CPU else {}), **_added}.items():
-        os.environ.setdefault(name, value)
-
-
-def _runtime_module() -> Any:
-    """torch_xla's C++ module, if its runtime is running in this process; otherwise None."""
-    xla = sys.modules.get("torch_xla")
-    is_up = xla is not None and xla._XLAC._xla_runtime_is_initialized()
-    return xla._XLAC if xla is not None and is_up else None
-
-
-def _hardware() -> str:
-    """The runtime's hardware, as `PJRT_DEVICE` names it; if that is unset, a TPU where libtpu is installed, otherwise
-    the CPU."""
-    if named := os.environ.get("PJRT_DEVICE"):
-        return named.split("_")[0].upper()
-    return _TPU if _has_libtpu() else _CPU
-
-
-@cache
-def _has_libtpu() -> bool:
-    return importlib.util.find_spec("libtpu") is not None
-
-
-def _virtual_count() -> int:
-    """The number of CPU devices that the environment asks for; 0 if it does not say."""
-    return logical_devices() if "CPU_NUM_DEVICES" in os.environ else 0
-
-
-def _check_chips(count: int) -> None:
-    """Refuse workers that the runtime of this TPU would not join, or would wait for. ValueError."""
-    from torch_xla._internal import tpu
-
-    if (hosts := tpu.num_tpu_workers()) > 1:
-        raise ValueError(f"this TPU spans {hosts} machines, whose runtimes wait for one another: use one machine's")
-    chips = tpu.num_available_chips()
-    if count > 1 and (cores := tpu.num_logical_cores_per_chip()) > 1:
-        raise ValueError(
-            f"nprocs={count}, but each chip of this TPU has {cores} devices, and a process computes on one; use "
-            f"DataParallel, which has a thread for each of the {chips * cores} devices, or nprocs=1"
-        )
-    if count not in (1, chips):
-        raise ValueError(
-            f"nprocs={count}, but there are {chips} TPU chips here, one for each process, whose runtimes wait for one "
-            f"another: pass nprocs=1 or nprocs={chips}, or use DataParallel"
-        )
-
-
-def _choose_chip(local_rank: int, local_world_size: int) -> None:
-    """Make only its own chip visible to this process, and the other processes' chips known to the runtime."""
-    from torch_xla._internal import tpu
-
-    if local_world_size == 1:
-        tpu.configure_one_chip_topology()
-    else:
-        tpu.configure_topology(local_rank, local_world_size)
-
-
-def _missing_reason() -> str:
-    """Why XLA cannot be used here, and how to change that; "" if it can."""
-    if (reason := _not_installed()) or _hardware() in (_CPU, _TPU):
-        return reason
-    return f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} is neither CPU nor TPU, the supported ones; unset it"
-
-
-@cache
-def _not_installed() -> str:
-    """Why torch_xla cannot be used with this torch; "" if it can."""
-    try:
-        version = importlib.metadata.version("torch_xla")
-    except importlib.metadata.PackageNotFoundError:
-        return "torch_xla is not installed: pip install 'unisono[xla]'"
-    wanted = ".".join(version.split(".")[:2])
-    if ".".join(torch.__version__.split(".")[:2]) != wanted:
-        return (
-            f"torch_xla {version} works with torch {wanted}, not with {torch.__version__}: pip install 'unisono[xla]'"
-        )
-    return ""
 
 
 backend_class = XlaBackend

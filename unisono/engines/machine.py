@@ -40,7 +40,8 @@ def run_machine(bundle: bytes, number: int, count: int, per_machine: int, endpoi
 
 def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) -> Outcome[list[Any]]:
     from unisono.devices import pick_backend
-    from unisono.launch.hosts.agent import MachineOptions, run_agent
+    from unisono.launch.hosts.agent import MachineOptions
+    from unisono.launch.hosts.run_agent import run_agent
     from unisono.launch.spawn import check_nprocs, make_job
 
     bundle: Bundle = pickle.loads(data)

@@ -35,7 +35,8 @@ import torch.utils.data  # here, so that every fork has it
 from unisono import preemption
 from unisono.comm.outcome import Outcome, chain_of, this_process
 from unisono.comm.pickling import loads_call
-from unisono.comm.processes import ProcessCommunicator, is_of_transport
+from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.reasons import is_of_transport
 from unisono.comm.sealing import use_secret
 from unisono.comm.selection import innermost, translate_error
 from unisono.comm.stacks import TELL_STACKS
@@ -79,28 +80,10 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     num_frozen = gc.get_freeze_count()
     try:
         job = read_job(job_fd)
-        place = job.place_of(rank)
-        if not place.address:
-            place = replace(place, store=os.path.join(directory, "store"))
-        os.environ.clear()
-        os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory})
-        keep_freed_memory()
-        _adopt_caller(job.caller, place, directory)
-        # torch's `record` writes an error of the script there.
-        os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(job.records or directory, f"rank-{rank}.error.json")
+        place = _take_place(job, rank, directory)
         world = _join_world(job, place)
-        world.state.held_memory = job.held_memory
-        world.state.groups_before, world.state.done_before = job.groups_before, job.done_before
-        world.state.snapshot_every = job.options.snapshot_every
-        set_process_world(world)
-        # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        preemption.leave_interrupts()
-        preemption.shield_loader_workers()  # none outlives this process, however it ends
-        preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
-        let_scripts_initialise(lambda text: reporter.send(Kind.NOTE, text.encode()))
         own = own_steps(job.held_memory, place.local_rank)
-        world.timeline.at_step, world.timeline.at_load = partial(_note_step, own), own.load
+        _set_up(world, job, own, reporter)
         if job.records:
             recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank), own)
             observe_plain_loops(world)
@@ -113,7 +96,42 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has ended, and that is reported first
-    outcome = _in_callers_terms(outcome, rank, world)
+    _end(_in_callers_terms(outcome, rank, world), world, recorder, reporter, num_frozen)
+
+
+def _take_place(job: Job, rank: int, directory: str) -> RankPlace:
+    """Take the caller's environment and settings; returns the rank's place in the job."""
+    place = job.place_of(rank)
+    if not place.address:
+        place = replace(place, store=os.path.join(directory, "store"))
+    os.environ.clear()
+    os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory})
+    keep_freed_memory()
+    _adopt_caller(job.caller, place, directory)
+    # torch's `record` writes an error of the script there.
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(job.records or directory, f"rank-{rank}.error.json")
+    return place
+
+
+def _set_up(world: World, job: Job, own: StepsDone, reporter: Reporter) -> None:
+    """Make it the world of this process, whose signals, scripts and steps are the job's from now on."""
+    world.state.held_memory = job.held_memory
+    world.state.groups_before, world.state.done_before = job.groups_before, job.done_before
+    world.state.snapshot_every = job.options.snapshot_every
+    set_process_world(world)
+    # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    preemption.leave_interrupts()
+    preemption.shield_loader_workers()  # none outlives this process, however it ends
+    preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
+    let_scripts_initialise(lambda text: reporter.send(Kind.NOTE, text.encode()))
+    world.timeline.at_step, world.timeline.at_load = partial(_note_step, own), own.load
+
+
+def _end(
+    outcome: Outcome[Any], world: World | None, recorder: Recorder | None, reporter: Reporter, num_frozen: int
+) -> NoReturn:
+    """Report the outcome, leave the world, and end this process."""
     for stream in (sys.stdout, sys.stderr):  # first: once the caller knows of a failure, it may signal this process
         with contextlib.suppress(Exception):
             stream.flush()

@@ -285,9 +285,8 @@ class Run:
         for each in self.ranks:
             found += [f"rank {each.rank}: {text}" for text in dict.fromkeys(each.cut)]
             if each.is_lost:
-                found.append(
-                    f"rank {each.rank}: it has not recorded its end: it was killed, or its machine or disk has failed"
-                )
+                why = "stopped with its group" if self.attempts[-1].fault else "its machine or disk has failed"
+                found.append(f"rank {each.rank}: it has not recorded its end: it was killed, or {why}")
         return found
 
 

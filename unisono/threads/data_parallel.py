@@ -11,11 +11,10 @@ autocast and context variables.
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ import torch
 from torch import nn
 
 from unisono.arguments import check_type
-from unisono.comm.operations import HOST
 from unisono.comm.outcome import add_note_once
 from unisono.devices import pick_backend, resolve_device, resolve_devices
 from unisono.devices.cores import fair_num_threads, kept_num_threads
@@ -37,7 +35,7 @@ from unisono.loading.parallel_loader import ParallelLoader
 from unisono.loading.registry import Sources
 from unisono.report.timeline import Timeline
 from unisono.threads.replica_generators import ReplicaGenerators
-from unisono.threads.replicas import ReplicaThreads
+from unisono.threads.replicas import ReplicaThreads, modes_of_this_thread
 from unisono.training.agreement import first_difference
 from unisono.training.optimizer import ByHand
 from unisono.world import World, current_world, meet_anew, solo_world, thread_worlds, use_world
@@ -284,7 +282,7 @@ class DataParallel:
         families = {world.device.type for world in worlds}
         bodies = [
             # One state for each replica: a copy of the context variables can be entered by one thread at a time.
-            _replica_body(part, world, _modes_of_this_thread(families), generators, self._num_threads, loaders, failed)
+            _replica_body(part, world, modes_of_this_thread(families), generators, self._num_threads, loaders, failed)
             for world, generators in zip(worlds, self._randomness, strict=True)
         ]
 
@@ -370,25 +368,6 @@ def _replica_body(
                 loaders[world.rank].close()  # batches still queued for this replica are dropped; the others continue
 
     return body
-
-
-def _modes_of_this_thread(families: Iterable[str]) -> Callable[[Callable[[], T]], T]:
-    """What calls a function in another thread, once, under the modes of this one."""
-    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    casting = [each for each in {HOST.type, *families} if torch.is_autocast_enabled(each)]
-    dtypes, caches = [torch.get_autocast_dtype(each) for each in casting], torch.is_autocast_cache_enabled()
-    variables = contextvars.copy_context()
-
-    def call(body: Callable[[], T]) -> T:
-        with ExitStack() as stack:
-            # First, since entering it sets the grad mode as well.
-            stack.enter_context(torch.inference_mode(inference))
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            for family, dtype in zip(casting, dtypes, strict=True):
-                stack.enter_context(torch.autocast(family, dtype, cache_enabled=caches))
-            return body()
-
-    return lambda body: variables.run(call, body)
 
 
 def _only_device(module: nn.Module) -> torch.device:

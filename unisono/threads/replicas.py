@@ -13,23 +13,29 @@ Invariants:
 from __future__ import annotations
 
 import atexit
+import contextvars
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import call
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+
+from unisono.comm.operations import HOST
 from unisono.comm.outcome import Outcome
 from unisono.comm.thread_start import start_threads
 from unisono.errors import BusyError
 from unisono.preemption import serving
+
+T = TypeVar("T")
 
 _EXIT_S = 5.0  # for all threads; a call that was interrupted twice may still run its loop
 _LOOK_S = 0.2  # a signal that another thread took, or that came just before the wait, does not end the wait
@@ -150,3 +156,22 @@ def _end_all() -> None:
 def _dismiss(queues: Sequence[SimpleQueue[_Call | None]]) -> None:
     for queue in queues:
         queue.put(None)
+
+
+def modes_of_this_thread(families: Iterable[str]) -> Callable[[Callable[[], T]], T]:
+    """What calls a function in another thread, once, under the modes of this one."""
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    casting = [each for each in {HOST.type, *families} if torch.is_autocast_enabled(each)]
+    dtypes, caches = [torch.get_autocast_dtype(each) for each in casting], torch.is_autocast_cache_enabled()
+    variables = contextvars.copy_context()
+
+    def call(body: Callable[[], T]) -> T:
+        with ExitStack() as stack:
+            # First, since entering it sets the grad mode as well.
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            for family, dtype in zip(casting, dtypes, strict=True):
+                stack.enter_context(torch.autocast(family, dtype, cache_enabled=caches))
+            return body()
+
+    return lambda body: variables.run(call, body)

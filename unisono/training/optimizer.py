@@ -112,16 +112,14 @@ def backward(
     part, crossings = visit.claim.part(world.comm.size), world.state.part(Crossings)
     factor, before = part * steps.step.scale(visit), crossings.number
     left_at = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
-    if world.comm.size > 1:
-        # Before the pass: one that fails halfway has left gradients as well.
+    if world.comm.size > 1:  # before the pass: one that fails halfway has left gradients as well
         unreduced.update((each, True) for each in left_at)
     # At the leaves, not by scaling the loss: the mean over no samples is NaN, and NaN times 0 stays NaN.
     hooks = [each.register_hook(partial(scaled, factor)) for each in left_at if factor != 1]
     try:
         loss.backward()
     finally:
-        # A hook that stayed would also scale the next backward pass.
-        for hook in hooks:
+        for hook in hooks:  # one that stayed would also scale the next backward pass
             hook.remove()
     world.state.part(Finiteness).look(loss, LOSS, steps, lambda: _leaves(loss))
     # Only now is it known whether the pass went through `unisono.functional`.

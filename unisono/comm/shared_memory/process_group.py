@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,18 +36,18 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] #
 from unisono.comm.folding import fold_into
 from unisono.comm.operations import HOST, Call, action_of
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
+from unisono.comm.shared_memory.calls import by_gloo_together, done, in_any_form, let_monitored_barrier_take
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
+from unisono.comm.tensor_forms import flat_of, plain, writable
 from unisono.torch_private import (
     DEVICE_TYPES,
     GET_BACKEND,
     GLOO_DEVICES,
     GLOO_TIMEOUT,
     GlooOptions,
-    create_work_from_future,
     overrides,
 )
-from unisono.tree import tensors, tree_map
 
 NAME = "shm"
 
@@ -76,25 +76,7 @@ def register() -> None:
     """Register the group with torch, under its name."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=[_HOST])
-        _let_monitored_barrier_take_it()
-
-
-def _let_monitored_barrier_take_it() -> None:
-    """torch's function refuses each group that is not of gloo, by its name."""
-    original = dist.monitored_barrier
-
-    @wraps(original)
-    def monitored_barrier(
-        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        found = dist.group.WORLD if group is None else group
-        if not isinstance(found, SharedMemoryGroup):
-            return original(group, timeout, wait_all_ranks)  # type: ignore[no-any-return]
-        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-        return found.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
-
-    for module in (dist, dist.distributed_c10d):
-        module.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]
+        let_monitored_barrier_take(SharedMemoryGroup)
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -103,60 +85,6 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     if mapping is None:
         return _Gloo(store, rank, size, timeout=timeout)
     return SharedMemoryGroup(mapping, store, timeout)
-
-
-def _done(tensors: Any) -> Any:
-    """Work that was completed before it is returned."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(tensors)
-    return create_work_from_future(future)
-
-
-def _by_gloo_together(name: str) -> Callable[..., Any]:
-    """A collective that gloo carries out, after all ranks have compared their calls. Its first argument is written."""
-
-    def call(self: SharedMemoryGroup, *arguments: Any, **named: Any) -> Any:
-        # gloo reads and writes memory without regard to strides.
-        dense = {id(each): _contiguous(each) for each in tensors([arguments, named]) if _needs_copy(each)}
-        sent, named = tree_map(lambda leaf: dense.get(id(leaf), leaf), [list(arguments), named])
-        with self.here.lock:  # gloo pairs calls by their order
-            self._blocks.barrier(f"called {name}()")
-            work = getattr(self._by_gloo(), name)(*sent, **named)
-        copied = [each for each in tensors(arguments[:1]) if id(each) in dense]
-        if copied:
-            work.wait()
-            for each in copied:
-                each.detach().copy_(dense[id(each)])
-        return work
-
-    return call
-
-
-class _Form(_ProcessGroup):  # type: ignore[misc]
-    """A call in any of the forms that torch's methods take; torch makes lists of tensors and options of it."""
-
-    def keep(self, *arguments: Any) -> Any:
-        self.arguments = arguments
-        return _done([])
-
-    allreduce = allreduce_coalesced = broadcast = allgather = reduce_scatter = barrier = keep
-
-
-def _in_any_form(options: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method that takes lists of tensors and these options take one tensor, too, and options by name."""
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(self: SharedMemoryGroup, *arguments: Any, **named: Any) -> Any:
-            if named or not arguments or type(arguments[-1]) is not options:
-                form = _Form(self.rank(), self.size())
-                getattr(_ProcessGroup, method.__name__)(form, *arguments, **named)
-                arguments = form.arguments
-            return method(self, *arguments)
-
-        return call
-
-    return decorate
 
 
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
@@ -171,32 +99,32 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self._creating_gloo = threading.Lock()
         self._name = self._description = ""
 
-    @_in_any_form(AllreduceOptions)
+    @in_any_form(AllreduceOptions)
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         if len(tensors) != 1 or tensors[0].is_sparse:  # gloo reduces a list to one
             return self._allreduce_by_gloo(tensors, opts)
         op = _op_of(opts, tensors[0].dtype)
         return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
 
-    @_in_any_form(AllreduceCoalescedOptions)
+    @in_any_form(AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         if len({(each.dtype, each.layout) for each in tensors}) != 1 or tensors[0].is_sparse:
             return self._allreduce_coalesced_by_gloo(tensors, opts)  # which has an error for these
         op = _op_of(opts, tensors[0].dtype)
-        together = torch.cat(list(map(_flat, tensors)))  # a tensor that comes twice is reduced once
+        together = torch.cat(list(map(flat_of, tensors)))  # a tensor that comes twice is reduced once
         self._in_place("all_reduce_coalesced", [together], op, self._blocks.all_reduce, op)
         for tensor, flat in zip(tensors, together.split([each.numel() for each in tensors]), strict=True):
-            _write_back(tensor, flat)
-        return _done(tensors)
+            tensor.detach().copy_(flat.view(tensor.shape))
+        return done(tensors)
 
-    @_in_any_form(BroadcastOptions)
+    @in_any_form(BroadcastOptions)
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         root = opts.rootRank
         if len(tensors) != 1 or opts.rootTensor or not 0 <= root < self.size():
             return self._broadcast_by_gloo(tensors, opts)
         return self._in_place("broadcast", tensors, root, self._blocks.broadcast, root)
 
-    @_in_any_form(AllgatherOptions)
+    @in_any_form(AllgatherOptions)
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         if len(outputs) != 1 or len(inputs) != 1:
             return self._allgather_by_gloo(outputs, inputs, opts)
@@ -205,7 +133,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             return self._gather_unequal(parts, own)
         self._check_parts("all_gather", parts, own)
         self._gather("all_gather", outputs, inputs)
-        return _done(parts)
+        return done(parts)
 
     def _gather_unequal(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Any:
         """Gather parts of several shapes, as NCCL does, which some optimizers of matrices rely on."""
@@ -222,7 +150,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         place.copy_(own)
         for root, part in enumerate(parts):
             self._in_place("all_gather", [part], root, self._blocks.broadcast, root)
-        return _done(parts)
+        return done(parts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [tensor])
@@ -232,9 +160,9 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         pieces = [self._pieces("all_gather_single", *each) for each in zip(outputs, inputs, strict=True)]
         self._gather("all_gather_single", pieces, inputs)
-        return _done([piece for each in pieces for piece in each])
+        return done([piece for each in pieces for piece in each])
 
-    @_in_any_form(ReduceScatterOptions)
+    @in_any_form(ReduceScatterOptions)
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
         if len(outputs) != 1 or len(inputs) != 1:
             return self._reduce_scatter_by_gloo(outputs, inputs, opts)
@@ -248,7 +176,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         parts = [
-            self._pieces("reduce_scatter_single", _contiguous(each), output)
+            self._pieces("reduce_scatter_single", plain(each), output)
             for each, output in zip(inputs, outputs, strict=True)
         ]
         return self._reduce_scatter(outputs, parts, opts)
@@ -264,15 +192,15 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         is_like = output.shape == tensor.shape and output.dtype == tensor.dtype
         if output_sizes or sizes or not is_like or not tensor.ndim or len(tensor) % self.size():
             return self._all_to_all_by_gloo(output, tensor, [*output_sizes], [*sizes], *opts)
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         parts = flat.view(self.size(), len(flat) // self.size()).unbind()
         return self._in_place("all_to_all_single", [output], None, self._blocks.all_to_all, parts=[parts])
 
-    @_in_any_form(BarrierOptions)
+    @in_any_form(BarrierOptions)
     def barrier(self, opts: Any) -> Any:
         with self.here.lock:
             self._blocks.barrier("called barrier()")
-        return _done([])
+        return done([])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         limit = self.here.timeout if timeout is None else timeout
@@ -303,17 +231,17 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         return self._by_gloo().recv_anysource(tensors, tag)
 
-    reduce = _by_gloo_together("reduce")
-    gather = _by_gloo_together("gather")
-    scatter = _by_gloo_together("scatter")
-    alltoall = _by_gloo_together("alltoall")
-    allgather_coalesced = _by_gloo_together("allgather_coalesced")
-    _all_to_all_by_gloo = _by_gloo_together("alltoall_base")
-    _allreduce_by_gloo = _by_gloo_together("allreduce")
-    _allreduce_coalesced_by_gloo = _by_gloo_together("allreduce_coalesced")
-    _broadcast_by_gloo = _by_gloo_together("broadcast")
-    _allgather_by_gloo = _by_gloo_together("allgather")
-    _reduce_scatter_by_gloo = _by_gloo_together("reduce_scatter")
+    reduce = by_gloo_together("reduce")
+    gather = by_gloo_together("gather")
+    scatter = by_gloo_together("scatter")
+    alltoall = by_gloo_together("alltoall")
+    allgather_coalesced = by_gloo_together("allgather_coalesced")
+    _all_to_all_by_gloo = by_gloo_together("alltoall_base")
+    _allreduce_by_gloo = by_gloo_together("allreduce")
+    _allreduce_coalesced_by_gloo = by_gloo_together("allreduce_coalesced")
+    _broadcast_by_gloo = by_gloo_together("broadcast")
+    _allgather_by_gloo = by_gloo_together("allgather")
+    _reduce_scatter_by_gloo = by_gloo_together("reduce_scatter")
 
     @property
     @overrides(DEVICE_TYPES)
@@ -357,15 +285,15 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._description
 
     def _gather(self, name: str, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
-        flats = list(map(_flat, inputs))
-        wanted = [list(map(_writable, pieces)) for pieces in outputs]
+        flats = list(map(flat_of, inputs))
+        wanted = [list(map(writable, pieces)) for pieces in outputs]
         with self.here.lock:
             try:
                 for sent, pieces, flat, tensors in zip(inputs, wanted, flats, outputs, strict=True):
                     self._blocks.all_gather(_describe_call(name, sent.shape, sent.dtype, None), pieces, flat)
                     for tensor, piece in zip(tensors, pieces, strict=True):
                         if piece.data_ptr() != tensor.data_ptr():
-                            _write_back(tensor, piece)
+                            tensor.detach().copy_(piece.view(tensor.shape))
             except BaseException:  # the ranks are out of step
                 self.here.close(is_broken=True)
                 raise
@@ -374,7 +302,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], opts: Any
     ) -> Any:
         op = _op_of(opts, outputs[0].dtype)
-        flats = [list(map(_flat, each)) for each in parts]
+        flats = [list(map(flat_of, each)) for each in parts]
         return self._in_place("reduce_scatter", outputs, op, self._blocks.reduce_scatter, op, parts=flats)
 
     def _in_place(
@@ -387,18 +315,18 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         parts: Sequence[Sequence[torch.Tensor]] = (),
     ) -> Any:
         """Change the tensors in place, by an operation on a one-dimensional view of each, with its parts."""
-        flats = list(map(_writable, tensors))  # all are checked before anything is sent
+        flats = list(map(writable, tensors))  # all are checked before anything is sent
         with self.here.lock:
             try:
                 for number, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
                     action = _describe_call(name, tensor.shape, tensor.dtype, argument)
                     operation(action, flat, *parts[number : number + 1], *arguments)
                     if flat.data_ptr() != tensor.data_ptr():
-                        _write_back(tensor, flat)
+                        tensor.detach().copy_(flat.view(tensor.shape))
             except BaseException:  # the ranks are out of step
                 self.here.close(is_broken=True)
                 raise
-        return _done(tensors)
+        return done(tensors)
 
     def _pieces(self, name: str, whole: torch.Tensor, piece: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of a tensor, one per rank, each with that shape."""
@@ -464,38 +392,3 @@ def _try_reduction(op: str, dtype: torch.dtype) -> None:
     """Raise what torch raises if it cannot reduce this type so, before anything is sent."""
     one = torch.ones(1, dtype=dtype, device=HOST)
     fold_into(one, [one, one], op)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as one dimension; a copy if it has gaps or another order."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise RuntimeError(
-            f"the process group {NAME!r} takes dense tensors in main memory, got {tensor.layout} on {tensor.device}; "
-            "unisono.all_reduce and its relatives copy tensors of the rank's device there"
-        )
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """`_flat`, of a tensor into which the result can be written back."""
-    flat = _flat(tensor)
-    if not tensor.is_contiguous():
-        steps = zip(tensor.stride(), tensor.shape, strict=True)
-        if any(stride == 0 and size > 1 for stride, size in steps):
-            raise RuntimeError(
-                f"a tensor of shape {list(tensor.shape)} whose elements share memory cannot be written in place; pass "
-                "tensor.clone()"
-            )
-    return flat
-
-
-def _needs_copy(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and (not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg())
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _write_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    tensor.detach().copy_(flat.view(tensor.shape))

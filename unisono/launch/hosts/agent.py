@@ -2,7 +2,7 @@
 
 The agents meet at an endpoint (host:port), agree on ranks, start the workers, and restart all of them when one fails or
 machines join or leave. All of that is torch's. What an agent starts is a `Supervisor` with this machine's part of the
-group. Unsuitable defaults of the agent are corrected by settings; `_parameters` says why.
+group. Unsuitable defaults of the agent are corrected by settings; `run_agent.py` says why.
 
 SIGTERM, and the first Ctrl-C, are passed on to the workers if they handle it. The workers of all machines agree to
 stop, and end normally everywhere, so this agent then does what it does at any normal end: it meets the others, and
@@ -14,24 +14,19 @@ by signal handlers.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import platform
-import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -40,53 +35,34 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from unisono.comm.outcome import Outcome
-from unisono.comm.sealing import agree, sealed_store, use_secret
+from unisono.comm.sealing import agree
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
 from unisono.launch.group import Group
-from unisono.launch.held_memory import held_memory, save_snapshot
+from unisono.launch.held_memory import save_snapshot
 from unisono.launch.hosts.agent_round import MachineReport
 from unisono.launch.hosts.endpoint import (
-    address_towards,
-    check_run_of,
     interface_of,
-    is_loopback,
-    name_run_of,
-    quieten_store,
-    serve_store,
-    serves_endpoint,
     split_endpoint,
-    wait_served,
 )
 from unisono.launch.hosts.other_machines import OtherMachines
-from unisono.launch.hosts.rendezvous_state import LeftOut, SealedBackend
 from unisono.launch.job import Job
-from unisono.launch.run_target import variables_set
 from unisono.launch.starting.marks import SECRET
-from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
-from unisono.launch.watching.log_directory import make_log_directory, name_run
 from unisono.torch_private import (
     MONITOR_WORKERS,
     REMAINING_RESTARTS,
     SHUTDOWN,
     START_WORKERS,
     STOP_WORKERS,
-    create_backend,
-    create_handler,
     overrides,
 )
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
-_LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined
+LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined
 _MARGIN_S = 2.0  # after the grace period in which workers may stop early
-# Otherwise the agent serves a second store, at the port that scripts assume to be free.
-_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 logger = logging.getLogger(__name__)
 
@@ -116,85 +92,10 @@ class MachineOptions:
     lost_after_s: float = 60.0
     secret: str = field(default="", repr=False)
 
-
-def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
-    """Run this machine's agent until the run is over; the restarts of `job` are those of the whole run.
-
-    Returns:
-        The results of this machine's ranks, or an error: the first cause of the run's failure, on any machine; an
-        UnisonoError, where the agents have lost contact with one another; a StoppedError, where the ranks of all
-        machines have agreed to stop; SystemExit with 128 + its number, where a signal has ended this agent.
-
-    Raises:
-        OSError: `log_dir` cannot hold the files of a run; nothing was started.
-        UnisonoError: no agent serves the endpoint, or one of another run.
-    """
-    log_dir = job.options.output.log_dir
-    warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
-    _quieten()
-    with contextlib.ExitStack() as stack, variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
-        stack.callback(use_secret, "")
-        use_secret(options.secret)
-        if is_host and not options.secret:
-            logger.warning(
-                "without a secret, whoever reaches %s, or a port of a rank, can run code in the ranks; without "
-                "--rdzv-insecure they sign what they send",
-                options.endpoint,
-            )
-        parameters = _parameters(options)
-        _, plain = create_backend(parameters)
-        check_run_of(plain, options.run_id, options.endpoint, is_alone=options.max_nodes == 1 and not is_host)
-        store = sealed_store(plain)
-        log_directory = None if log_dir is None else make_log_directory(log_dir, _agreed_name(store, options))
-        sealed = SealedBackend(plain, options.run_id)
-        sealed.on_state = left_out = LeftOut(parameters)
-        stack.callback(sealed.close)
-        handler = create_handler(store, sealed, parameters)
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=job.place.local_world_size,
-            entrypoint="unisono",
-            rdzv_handler=handler,
-            max_restarts=job.options.max_restarts,
-            monitor_interval=_LOOK_S,
-        )
-        job = replace(job, held_memory=stack.enter_context(held_memory()))
-        agent = Agent(spec, job, options, log_directory)
-        with agent.others.attended(is_host):
-            verdict = _run(agent, options, left_out)
-            if verdict.error is not None:  # before the others are told that this agent leaves: they ask the store, too
-                save_snapshot(job.held_memory, partial(agent.place_to_save, store))
-        # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
-        if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
-            with contextlib.suppress(RendezvousError):
-                handler.shutdown()
-    return verdict
-
-
-def _parameters(options: MachineOptions) -> RendezvousParameters:
-    """The settings of the agents' rendezvous."""
-    settings = {
-        # How long a rendezvous of enough agents waits for more; a machine that comes later joins by a restart. Torch:
-        # 30.
-        "last_call_timeout": "2",
-        # A machine that has gone is given up after interval x attempts. Torch: 5 x 3, a total of 46 s until work
-        # continues.
-        "keep_alive_interval": "1",
-        "keep_alive_max_attempt": "3",
-        # How long the machine that serves the store may be silent; then the others end.
-        "read_timeout": str(math.ceil(options.lost_after_s)),
-    }
-    return RendezvousParameters(
-        backend="c10d",
-        endpoint=options.endpoint,
-        run_id=options.run_id,
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
-        # The agent's default is what its host name resolves to: 127.0.1.1.
-        local_addr=options.local_addr or address_towards(*split_endpoint(options.endpoint)),
-        # The store is served here, see `serves_endpoint`; torch would serve it on all interfaces.
-        **{**settings, **options.rdzv_conf, "is_host": "false"},
-    )
+    @property
+    def join_s(self) -> float:
+        """How long agents wait for one another: torch's own default, unless the settings have another one."""
+        return float(self.rdzv_conf.get("join_timeout", 600))
 
 
 class Agent(SimpleElasticAgent):
@@ -323,7 +224,7 @@ class Agent(SimpleElasticAgent):
         while (found := self.others.round.decide(verdict, time.monotonic())) is None:
             if is_well:  # torch's agent would wait minutes for the others, ignoring their reports
                 return self._wait()
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         self.verdict = found
         if is_well and found is verdict:
             return RunResult(WorkerState.SUCCEEDED, {each.global_rank: None for each in group.workers})
@@ -338,7 +239,7 @@ class Agent(SimpleElasticAgent):
             tell_restart(self.verdict, restart_count, group.spec.max_restarts)
             if self.others.round.describe_loss(time.monotonic()) and self.others.count + 1 == self._options.min_nodes:
                 logger.warning(
-                    "waiting for the agent of that machine to be started again, for %d s", _join_s(self._options)
+                    "waiting for the agent of that machine to be started again, for %d s", self._options.join_s
                 )
         return RunResult(WorkerState.FAILED)
 
@@ -359,66 +260,6 @@ class Agent(SimpleElasticAgent):
             self._supervisor.end(Group.interrupt if death_sig == signal.SIGINT else Group.stop)
 
 
-def _run(agent: Agent, options: MachineOptions, left_out: LeftOut) -> Outcome[Any]:
-    try:
-        with agent.signals_handled():
-            ended = agent.run()
-    except SignalException as stop:
-        logger.warning("stopped by %s", stop.sigval.name)
-        its_end = UnisonoError(f"the agent on {platform.node()} was stopped by {stop.sigval.name}")
-        # The workers of the other machines wait for ours in collectives.
-        agent.others.say(verdict=Outcome.failure(its_end).to_bytes())
-        return Outcome(error=SystemExit(128 + stop.sigval))
-    except (RendezvousError, TimeoutError, dist.DistError) as error:
-        # A machine that has failed no longer serves the endpoint.
-        if (known := agent.others.round.trouble()) is not None:
-            return known
-        if left_out.reason:
-            return left_out.end()
-        lost = UnisonoError(
-            f"the agents could not meet at {options.endpoint}, or have lost each other: {type(error).__name__}: "
-            f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}"
-        )
-        return Outcome(error=lost)
-    return agent.verdict if ended is not None else left_out.end()
-
-
-@contextmanager
-def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
-    """Serve the endpoint during the block, or wait until another process serves it. Yields whether it is this
-    process."""
-    is_host = serves_endpoint(options.endpoint, options.node_rank)
-    if "is_host" in options.rdzv_conf:
-        is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # parsed as torch does
-    store = None
-    if is_host:
-        host, port = split_endpoint(options.endpoint)
-        with contextlib.suppress(OSError):  # another agent of this machine was faster
-            is_alone = options.max_nodes == 1 or is_loopback(host)
-            store = serve_store(host, port, timedelta(seconds=options.lost_after_s), is_alone)
-            name_run_of(store, options.run_id)
-    if store is None:
-        try:
-            wait_served(options.endpoint, _join_s(options))
-        except TimeoutError as error:
-            raise UnisonoError(str(error)) from None
-    yield store is not None
-    del store  # the store is served until here
-
-
-def _join_s(options: MachineOptions) -> float:
-    """How long agents wait for one another: torch's own default, unless the options have another one."""
-    return float(options.rdzv_conf.get("join_timeout", 600))
-
-
-def _agreed_name(store: Any, options: MachineOptions) -> str:
-    """The name of the run's log directory: that of the first agent which asks."""
-    own = name_run(platform.node())
-    agreed = store.compare_set(f"unisono/logs/{options.run_id}", "", own).decode()
-    # Nothing is signed where there is no secret: this is no path to anywhere else.
-    return agreed if re.fullmatch(r"[\w.-]+_\d+", agreed) else own
-
-
 def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
     """The workers' environment variables, besides those that each rank gets individually."""
     found = {
@@ -430,13 +271,3 @@ def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
     if options.local_addr and (interface := interface_of(options.local_addr)) is not None:
         found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     return found
-
-
-def _quieten() -> None:
-    """Silence the agent's own logging: we report failures once ourselves, and its first such line would import
-    torch._dynamo, which takes two seconds, before anything is restarted. LOGLEVEL enables it again."""
-    quieten_store()
-    if "LOGLEVEL" not in os.environ:
-        for name in logging.root.manager.loggerDict:
-            if name.startswith(_LOGGERS):
-                logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -33,7 +33,8 @@ from unisono.training.backward import Passes
 from unisono.training.digests import Digests
 from unisono.training.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.training.gradients import check_presence
-from unisono.training.parameter_names import has_gradient, parameters_of, trained_parameters
+from unisono.training.parameter_names import has_gradient, trained_parameters
+from unisono.training.prepared.refusals import check_added, check_closure, refuse_assigned, refuse_inside_backward
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.rules import TAKEN
 from unisono.training.strategies.engine import Engine
@@ -168,11 +169,11 @@ class Stepper:
         if len(self.optimizer.param_groups) != self._num_groups:  # perhaps parameters of another prepared model
             self._num_groups = len(self.optimizer.param_groups)
             self.find_engines(self)
-            self._check_added()
-        if current_graph_task_id() >= 0:
-            self._refuse_inside_backward()
+            check_added(self.optimizer, self._engines, self._steps)
+        if current_graph_task_id() >= 0 and not self._steps.is_plain:
+            refuse_inside_backward(self.optimizer)
         if closure is not None:
-            self._check_closure()
+            check_closure(self._steps, self._scaler is not None)
         if not self._steps.request(self.optimizer):
             self._skip()
             return None
@@ -217,17 +218,6 @@ class Stepper:
         self.was_skipped = self.taken.steps == before
         return result
 
-    def _check_added(self) -> None:
-        """Refuse parameters that are trained on each rank alone, in a group that was added after `prepare`."""
-        known = {id(each) for engine in self._engines for each in engine.module.parameters()}
-        added = [each for each in parameters_of(self.optimizer) if id(each) not in known]
-        if added and (self.world.comm.size > 1 or self._steps.policy.is_mean):
-            raise ValueError(
-                f"a group was added to the {type(self.optimizer).__name__} with a parameter of shape "
-                f"{list(added[0].shape)} that belongs to no prepared model; before add_param_group(), call "
-                "accelerator.prepare(model) with its model, or accelerator.prepare(parameter) if it is of none"
-            )
-
     def reduce(self) -> None:
         """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.
 
@@ -239,7 +229,7 @@ class Stepper:
             if engine.agreement.before_load is not None:
                 engine.agreement.announce_load()
             if is_mean and engine.gradients.is_changed():
-                self._refuse_assigned()
+                refuse_assigned(self.optimizer, self._steps)
             if engine.is_due(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce(engine, self.optimizer)
@@ -321,29 +311,6 @@ class Stepper:
         device_steps += math.ceil(dealt / self._steps.step.per_device_step())
         self.taken = _taken((steps + 1, batches + dealt, device_steps))
 
-    def _refuse_inside_backward(self) -> None:
-        """Refuse a step in a hook, where gradients are still those of one rank, or of a part of the step."""
-        if not self._steps.is_plain:
-            raise RuntimeError(
-                f"the {type(self.optimizer).__name__} was asked to step during a backward pass, as in a hook of a "
-                "parameter, where gradients are this rank's alone; step after the backward pass"
-            )
-
-    def _refuse_assigned(self) -> None:
-        if (virtual := self._steps.virtual) is not None:
-            raise RuntimeError(
-                f"virtual_ranks={virtual.count} add what backward passes leave, and the gradients that the "
-                f"{type(self.optimizer).__name__} finds were assigned or changed by hand before it was asked to step; "
-                "clip by accelerator.clip_grad_norm_ or clip_grad_value_, and change gradients in a hook of the "
-                "parameter (register_hook)"
-            )
-        raise RuntimeError(
-            f"gradient_accumulation_steps={self.every} counts backward passes, and the gradients that the "
-            f"{type(self.optimizer).__name__} finds were assigned or changed by hand, for example to those of "
-            "torch.autograd.grad; let accelerator.backward(loss) leave them in .grad, and accelerator.clip_grad_norm_ "
-            "clip them, or pass gradient_accumulation_steps=1 and step on each batch"
-        )
-
     def _skip(self) -> None:
         """A request that is not taken: check that it could be, some time."""
         parameters = trained_parameters(self.optimizer)
@@ -351,7 +318,7 @@ class Stepper:
             check_presence(parameters)
         is_new = not self._steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
         if is_new or any(engine.gradients.is_changed() for engine in self._engines):
-            self._refuse_assigned()
+            refuse_assigned(self.optimizer, self._steps)
         for engine in self._engines:
             engine.set_aside(self.optimizer)
         if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
@@ -393,21 +360,6 @@ class Stepper:
             by_hand.warn_of_foreign_batches(self.world)
         if self._max_grad_norm is not None:
             clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
-
-    def _check_closure(self) -> None:
-        if self._scaler is not None:
-            raise RuntimeError("mixed_precision='fp16' and a closure cannot be combined; use mixed_precision='bf16'")
-        if (virtual := self._steps.virtual) is not None:
-            raise RuntimeError(
-                f"virtual_ranks={virtual.count} and a closure cannot be combined: it would compute the gradients of "
-                "the last batch of a round; pass no closure"
-            )
-        if self._steps.step.policy.is_mean:
-            raise RuntimeError(
-                f"gradient_accumulation_steps={self.every} and a closure cannot be combined: it would "
-                "compute only the last microbatch's gradients; pass gradient_accumulation_steps=1, and loop over the "
-                "microbatches in the closure"
-            )
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduce() -> float:
