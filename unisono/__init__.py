@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from unisono.loading.permutation import IndexedSampler as IndexedSampler
     from unisono.loading.progress import tqdm as tqdm
     from unisono.loading.sources import SampleGenerator as SampleGenerator
+    from unisono.report.gathering import gather_report as gather_report
     from unisono.report.phases import phase as phase
     from unisono.report.summary import Report as Report
-    from unisono.report.summary import gather_report as gather_report
     from unisono.threads.data_parallel import DataParallel as DataParallel
     from unisono.threads.data_parallel import ReplicaContext as ReplicaContext
     from unisono.tracking.tracker import Tracker as Tracker
@@ -96,7 +96,8 @@ _HOMES = {
     "unisono.training.stopping": ["should_stop"],
     "unisono.loading.progress": ["tqdm"],
     "unisono.report.phases": ["phase"],
-    "unisono.report.summary": ["Report", "gather_report"],
+    "unisono.report.gathering": ["gather_report"],
+    "unisono.report.summary": ["Report"],
     "unisono.tracking.tracker": ["Tracker"],
     "unisono.batches.virtual_ranks": ["Virtual"],
     "unisono.world": ["World", "current_world", "use_world"],

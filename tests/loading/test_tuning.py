@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from unisono import Accelerator, DeviceLoader, ParallelLoader
 from unisono.loading import tuning
 from unisono.loading.tuning import Tuner
-from unisono.report.summary import summarise
+from unisono.report.gathering import summarise
 
 MS = 1_000_000
 

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from unisono import Accelerator, DeviceLoader, Output, current_world, optimizer_step, spawn
 from unisono.cli.main import main
+from unisono.report.gathering import summarise
 from unisono.report.live import describe
 from unisono.report.run import read_run
-from unisono.report.summary import summarise
 from unisono.report.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD, REDUCE, STEP
 
 STEPS = 12

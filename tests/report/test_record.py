@@ -186,6 +186,15 @@ def test_a_reader_of_their_output_that_has_ended_is_no_error(run: Run, tmp_path:
     os.close(writing)
 
 
+@pytest.mark.parametrize("command", [["report"], ["report", "--output", "page.html"], ["report", "--json"], ["top", "--once"]])
+def test_who_reads_a_record_need_not_wait_for_torch(run: Run, tmp_path: Path, command: list[str]) -> None:
+    code = "import sys; from unisono.cli.main import run_command; code = run_command(sys.argv[1:]); "
+    code += "print('torch' in sys.modules); sys.exit(code)"
+    called = [sys.executable, "-P", "-c", code, command[0], str(run.directory), *command[1:]]
+    shown = subprocess.run(called, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[-1] == "False"
+
+
 def test_without_a_name_top_shows_the_runs_that_go_on(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     running = spawn(lambda _: stand_still(), nprocs=2, backend="cpu", output=Output(tmp_path / "mine"), join=False)

@@ -38,7 +38,8 @@ from unisono.comm.threads import ThreadCommunicator
 from unisono.devices import get_backend
 from unisono.errors import ClosedError
 from unisono.loading.pipeline import Lane
-from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, RankSummary, label, summarise
+from unisono.report.gathering import summarise
+from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, RankSummary, label
 from unisono.report.timeline import (
     BACKWARD,
     COMPUTE,

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, optimizer_step
 from unisono.cli.main import main
+from unisono.report.gathering import summarise
 from unisono.report.record import Recorder
-from unisono.report.summary import RankSummary, summarise
+from unisono.report.summary import RankSummary
 from unisono.report.timeline import FETCH
 from unisono.simulation.description import Fleet, Model, measure, read
 from unisono.simulation.prediction import half_s, memory_bytes, predict, slowdown

@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    # Here, since it imports torch.
+    # Here: other commands need none of it.
     from unisono.report.comparison_page import write_comparison
     from unisono.report.digests import check_two
     from unisono.report.run import read_run

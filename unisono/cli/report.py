@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    # Here, since all of it imports torch.
+    # Here: other commands need none of it.
     from unisono.report.as_json import as_json
     from unisono.report.comparison import compare
     from unisono.report.page import write_page

@@ -25,7 +25,7 @@ def keep_package_out_of_graphs() -> None:
 def _leave_out() -> None:
     from unisono.torch_private import leave_out_of_graphs
 
-    leave_out_of_graphs(__package__)
+    leave_out_of_graphs(__package__.partition(".")[0])  # with all of its rooms
 
 
 class _Compiler(MetaPathFinder):

@@ -14,7 +14,7 @@ from tqdm import auto as auto  # for `progress`
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.utils import disp_len
 
-from unisono.report.live import LiveFigures
+from unisono.report.live_figures import LiveFigures
 
 _MARK = len("[rank 0] ")
 _LOG_EVERY_S = 30.0

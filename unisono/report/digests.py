@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.report.record import DIGESTS
+from unisono.report.summary import DIGESTS
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = range(3)
 _SHOWN = 5

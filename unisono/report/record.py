@@ -40,15 +40,14 @@ from typing import Any
 import psutil
 import torch
 
+from unisono.report.gathering import summarise
 from unisono.report.steps import StepsDone
-from unisono.report.summary import CLOCK, summarise
+from unisono.report.summary import CLOCK, DIGESTS, SLOWER
 from unisono.report.timeline import EVALUATE, LOG, SAVE, STEP, Track
 from unisono.world import World
 
 MAX_STEPS = 1000  # whose times are in one line
-DIGESTS = "digests.jsonl"
 _INTERVAL_S = 1.0
-SLOWER = 10_000  # a line is written after at least this part of the run's time, so that long runs have small files
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import psutil
 
-from unisono.report.record import SLOWER
 from unisono.report.restarts import Restarts, restarts_of
-from unisono.report.summary import RankSummary, Report
+from unisono.report.summary import SLOWER, RankSummary, Report
 from unisono.report.timeline import Span
 
 _TAKEN = 0.2  # of the machine's cores, by processes that are not the run's

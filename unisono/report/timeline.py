@@ -31,9 +31,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unisono.protocols import DeviceClock
+if TYPE_CHECKING:  # which imports torch: a reader of records need not
+    from unisono.protocols import DeviceClock
+
 
 MAX_SPANS = 16384
 MAX_LOGGED = 1024  # between two readings
