@@ -201,8 +201,8 @@ def test_waiting_for_a_slow_rank_in_a_collective_is_reducing(tmp_path: Path, gro
         return measure(by_hand)
 
     first, second = run(tmp_path, program, 2)
-    assert first.share(REDUCE) > 0.8
-    assert second.share(REDUCE) < 0.2
+    assert first.share(REDUCE) > 0.6
+    assert second.share(REDUCE) < 0.4
     assert first.steps == second.steps == 4
 
 
@@ -213,8 +213,8 @@ def test_waiting_for_a_slow_rank_in_ddps_backward_pass_is_reducing_in_shared_mem
         return measure(lambda: train(parallel, optimizer, batches(4)))
 
     first, second = run(tmp_path, program, 2)
-    assert first.share(REDUCE) > 0.8
-    assert second.share(FORWARD) > 0.8
+    assert first.share(REDUCE) > 0.6
+    assert second.share(FORWARD) > 0.6
 
 
 def test_a_loop_without_a_loader_counts_steps_and_knows_no_waiting(tmp_path: Path) -> None:

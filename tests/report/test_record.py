@@ -186,7 +186,9 @@ def test_a_reader_of_their_output_that_has_ended_is_no_error(run: Run, tmp_path:
     os.close(writing)
 
 
-@pytest.mark.parametrize("command", [["report"], ["report", "--output", "page.html"], ["report", "--json"], ["top", "--once"]])
+@pytest.mark.parametrize(
+    "command", [["report"], ["report", "--output", "page.html"], ["report", "--json"], ["top", "--once"]]
+)
 def test_who_reads_a_record_need_not_wait_for_torch(run: Run, tmp_path: Path, command: list[str]) -> None:
     code = "import sys; from unisono.cli.main import run_command; code = run_command(sys.argv[1:]); "
     code += "print('torch' in sys.modules); sys.exit(code)"
