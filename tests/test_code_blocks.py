@@ -41,6 +41,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ex
 ELSEWHERE = {
     "README.md": "test_quickstart.py",
     "docs/training.md": "test_training_page.py",
+    "docs/strategies.md": "test_training_page.py",
     "docs/checkpoints.md": "test_checkpoints_page.py",
     "docs/quickstart.md": "test_quickstart.py",
 }
@@ -266,7 +267,7 @@ def rows(page: str) -> str:
 
 @pytest.mark.parametrize(
     ("choices", "page"),
-    [(get_args(Tail), "loading.md"), (STRATEGIES, "training.md"), (LIBRARIES, "tracking.md")],
+    [(get_args(Tail), "loading.md"), (STRATEGIES, "strategies.md"), (LIBRARIES, "tracking.md")],
     ids=["tails", "strategies", "trackers"],
 )
 def test_each_choice_is_in_the_table_of_its_page(choices: list[str], page: str) -> None:
