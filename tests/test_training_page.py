@@ -1,5 +1,4 @@
-"""What docs/training.md and docs/strategies.md show runs, and the loop before its changes trains the same weights as the
-one after them."""
+"""What two pages on training show runs, and the loop before its changes trains the same weights as the one after them."""
 
 from __future__ import annotations
 
