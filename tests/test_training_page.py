@@ -1,4 +1,4 @@
-"""What the pages on training show runs, and the loop before its changes trains the same weights as the one after them."""
+"""What the pages on training show runs; the loop before its changes trains the same weights as the one after them."""
 
 from __future__ import annotations
 
