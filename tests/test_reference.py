@@ -50,6 +50,16 @@ def test_every_name_and_method_has_a_heading_and_a_text(name: str) -> None:
     assert re.sub(r"```.*?```|\*property\*|\s", "", text, flags=re.DOTALL), "a docstring"
 
 
+@pytest.mark.parametrize("name", reference.TASKS)
+def test_a_table_by_task_has_each_member_once_and_comes_first(name: str) -> None:
+    named = [each for names in reference.TASKS[name].values() for each in names]
+    assert sorted(named) == sorted(each for each, _ in reference.members_of(CALLABLES[name]))
+    (page,) = (page for page in PAGES.values() if f"{{ #{name} }}" in page)
+    table, _, rest = page.partition(f"{{ #{name} }}\n\n")[2].partition("\n\n")
+    assert re.findall(r"\]\(#([\w.]+)\)", table) == [f"{name}.{each}" for each in named]
+    assert rest.startswith("```python\nclass ")
+
+
 def test_the_modules_with_public_names_of_their_own_have_some() -> None:
     assert all(reference.names_of(module) for module in reference.modules())
 

@@ -1,4 +1,4 @@
-"""What docs/training.md shows runs, and the loop before its changes trains the same weights as the one after them."""
+"""What the pages on training show runs; the loop before its changes trains the same weights as the one after them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, barrier, is_rank_zero, world_size
 
-PAGE = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
-BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "training.md").read_text()
+STRATEGIES_PAGE = (DOCS / "strategies.md").read_text()
+BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE + STRATEGIES_PAGE, re.DOTALL)
 (DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 
 SAVE = "\ntorch.save(model.state_dict(), f\"weights-{os.environ.get('RANK', 0)}.pt\")\n"
 
 
 def names(path: Path) -> dict[str, Any]:
-    """What a block of the page finds: objects that nobody has prepared, over 107 samples."""
+    """What a block of the pages finds: objects that nobody has prepared, over 107 samples."""
     torch.manual_seed(0)
     with HOST:
         x, y, mask = torch.randn(107, 8), torch.randint(3, (107,)), torch.randint(2, (107,)).float()
@@ -53,7 +55,7 @@ def run_blocks(path: Path, strategy: str = "ddp") -> list[dict[str, torch.Tensor
     for number, block in enumerate(BLOCKS):
         scope = names(path / f"{strategy}-{number}.pt")
         scope["Accelerator"] = partial(Accelerator, strategy=strategy)
-        exec(compile(block, f"docs/training.md, block {number}", "exec"), scope)
+        exec(compile(block, f"docs/training.md and strategies.md, block {number}", "exec"), scope)
         found.append(scope["accelerator"].state_dict(scope["model"]))
     return found
 

@@ -62,6 +62,53 @@ GROUPS: dict[str, list[str]] = {
 }
 """The names of the package itself, by the page that each is on."""
 
+TASKS: dict[str, dict[str, list[str]]] = {
+    "unisono.Accelerator": {
+        "prepare": ["prepare", "unwrap_model", "free_memory"],
+        "train": [
+            "backward",
+            "autocast",
+            "accumulate",
+            "gradient_accumulation_steps",
+            "sync_gradients",
+            "no_sync",
+            "trigger_sync_in_backward",
+            "optimizer_step_was_skipped",
+        ],
+        "clip": ["clip_grad_norm_", "clip_grad_value_", "unscale_gradients"],
+        "evaluate": ["gather_for_metrics", "gather", "reduce", "pad_across_processes", "split_between_processes"],
+        "save, resume": [
+            "save_state",
+            "load_state",
+            "register_for_checkpointing",
+            "rewind",
+            "save_model",
+            "state_dict",
+            "load_state_dict",
+            "register_save_state_pre_hook",
+            "register_load_state_pre_hook",
+            "digest",
+        ],
+        "log": ["print", "init_trackers", "log", "trackers", "get_tracker", "end_training"],
+        "ask for the rank": [
+            "is_main_process",
+            "is_local_main_process",
+            "process_index",
+            "local_process_index",
+            "num_processes",
+        ],
+        "act in turn": [
+            "wait_for_everyone",
+            "on_main_process",
+            "main_process_first",
+            "local_main_process_first",
+            "set_trigger",
+            "check_trigger",
+        ],
+    }
+}
+"""The members of classes with many of them, by what they are for: a table that the class begins with."""
+
 FROM_ELSEWHERE = {"DeviceIterator", "ProcessContext", "Report", "World"}
 """Classes whose objects users get, and do not make: their signatures say nothing to them."""
 
@@ -180,12 +227,24 @@ def _page_of_module(module: ModuleType) -> str:
 def _render(name: str, value: Any) -> str:
     """A public name: its signature, its text, its sections, and its members, where it is a class."""
     lines = [f"## {name} {{ #{name} }}", ""]
+    if name in TASKS:
+        lines += [_table_of_members(name, value), ""]
     if name.rpartition(".")[2] not in FROM_ELSEWHERE:
         lines += [_signature(name, value), ""]
     lines.append(_body(parse(_doc_of(value))))
     if inspect.isclass(value):
         lines += [_render_member(name, each, member) for each, member in members_of(value)]
     return "\n".join(lines) + "\n"
+
+
+def _table_of_members(owner: str, kind: type) -> str:
+    members = dict(members_of(kind))
+    rows = ["| to | call | |", "|---|---|---|"]
+    for task, names in TASKS[owner].items():
+        for name in names:
+            text = _first_sentence(_function(members[name]))
+            rows.append(f"| {task if name == names[0] else ''} | [`{name}`](#{owner}.{name}) | {text} |")
+    return "\n".join(rows)
 
 
 def _render_member(owner: str, name: str, member: Any) -> str:

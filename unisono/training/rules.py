@@ -94,7 +94,7 @@ class Policy:
             self.rules.setdefault((state, event), []).append((condition, then))
 
     def completes(self, machine: Machine, step: Step, batch: Batch | None, more: int = 0) -> bool:
-        """it is of the k-th microbatch, or of the last batch of a loop (of a round), visited for the first time"""
+        """it belongs to the k-th microbatch, or to the first visit of the last batch of a loop (of a round)"""
         if self.parts and batch is not None:
             return batch.ends_round
         # `is_last` may wait for the loader, so it is asked only where the count does not decide.
