@@ -163,7 +163,8 @@ def test_one_program_over_all_devices_trains_what_one_device_does_batch_norm_inc
 
 def test_one_program_over_all_devices_is_refused_when_a_device_is_in_use(script):
     done = script(
-        "from unisono.compat.placement import Device\nimport unisono\nDevice.default_xla()\nunisono.Accelerator(device='xla:0', strategy='spmd')"
+        "from unisono import Accelerator\nfrom unisono.compat.placement import Device\nDevice.default_xla()\n"
+        "Accelerator(device='xla:0', strategy='spmd')"
     )
     assert "UnisonoError: strategy='spmd' comes too late: an XLA device of this process is in use" in done.stderr
 
