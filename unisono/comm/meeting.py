@@ -88,7 +88,7 @@ class Meeting:
 
     def leave(self, rank: int, announced: str = "") -> None:
         """Record that the rank no longer takes part; a round that waits for it breaks. CollectiveMismatchError in the
-        last one, if another loop than those of others was `announced` since the last exchange. Idempotent."""
+        last one, if a loop other than the others' was `announced` since the last exchange. Idempotent."""
         with self._changed:
             if rank in self._departed:
                 return

@@ -32,10 +32,10 @@ K = TypeVar("K")
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# Excludes SIGABRT, with which a transport may end the peers of a rank that has failed.
+# Excludes SIGABRT, since a transport may end the peers of a failed rank with it.
 _DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
 _CAUSED = "The above exception was the direct cause of the following exception:"
-_SUGGESTION = r"Did you .*\?"  # of Python, after the message of an error
+_SUGGESTION = r"Did you .*\?"  # Python's, after the message of an error
 _NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
 
 
@@ -226,7 +226,7 @@ def traceback_of(error: BaseException) -> str:
 
 def _note_suggestions(error: BaseException) -> None:
     """Add Python's "Did you mean" as a note to an error and its causes: Python finds it where it prints an uncaught
-    error, by the frames and objects of the process that has raised it, and `traceback` of Python 3.11 does not."""
+    error, by the frames and objects of the process that raised it; Python 3.11's `traceback` does not."""
     links = [link for link in chain_of(error) if isinstance(link, NameError | AttributeError | ImportError)]
     if not links:
         return

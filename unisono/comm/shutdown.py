@@ -24,8 +24,8 @@ LAST_S = 30  # seconds for the rest of the process's exit when its group is stuc
 
 
 def free_reducer(replicated: DistributedDataParallel) -> None:
-    """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder. The last one
-    joins gloo's threads, which may wait for the GIL that it holds (torch 2.13, `Reducer::~Reducer`)."""
+    """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder. The last
+    holder joins gloo's threads, which may wait for the GIL that it holds (torch 2.13, `Reducer::~Reducer`)."""
     # The logger first: it holds the reducer, too.
     for name in ("logger", "reducer"):
         replicated.__dict__.pop(name, None)

@@ -2,8 +2,8 @@
 
 Each rank first cuts what it has recorded, and waits until its device has run it. When all have arrived, the last thread
 records the reduction for every device and cuts it, one device after the other. So a graph with a collective contains
-nothing else, and is the same on each device. And the runtime, which aborts the process if a device does not join a
-collective within 15 s, is called only when all ranks are present and their devices idle.
+nothing else, and is the same on each device. The runtime aborts the process if a device does not join a collective
+within 15 s, so it is called only when all ranks are present and their devices idle.
 
 What the runtime does not reduce, and what is only moved, goes through main memory.
 """
