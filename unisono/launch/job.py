@@ -1,11 +1,11 @@
-"""What the workers of a group get, in a private directory of their group, and what they take over from their caller.
+"""What the workers of a group get, in a private directory of the group, and what they take over from their caller.
 
     <TMPDIR>/unisono-1-89fe0a31-ab12cd34/     0700; how deep the group is in groups, and which machine it is on
         store                                 the file in which the process group meets
         multiprocessing/                      sockets of loader workers
         stacks-0, ...                         of the workers
 
-What they are to do, with the caller's environment, is in a file without a name.
+Their task, with the caller's environment, is in a file without a name.
 
 No port is opened and no name is looked up, so any number of groups can start concurrently, and a broken resolver delays
 none of them. The directory of a group that a worker starts is inside that of the worker's own group and is removed with
@@ -49,7 +49,7 @@ _PULSE_S = 1.0  # seconds between two checks of a worker's progress
 
 @dataclass(frozen=True)
 class Caller:
-    """What a worker takes over from the process that has called `spawn`.
+    """What a worker takes over from the process that called `spawn`.
 
     Attributes:
         modules: as `describe_modules` returns them, pickled.
@@ -84,7 +84,7 @@ class Job:
         groups_before: how many groups of the same run were started before this one.
         done_before: the optimizer steps that the attempt before had done; 0 if there was none.
         place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
-        secret: by which such ranks sign what they send one another by gloo: other users reach the loopback, too.
+        secret: signs what such ranks send one another by gloo: other users reach the loopback, too.
     """
 
     call: bytes
@@ -150,7 +150,7 @@ def rendezvous() -> Iterator[Path]:
 @contextmanager
 def private_directory(kind: str) -> Iterator[Path]:
     """Create a directory that only its user can open, in that of the group whose worker this is, or else in TMPDIR;
-    remove it after the block. Remove those, of whatever kind, that dead processes have left there."""
+    remove it after the block. Remove those, of any kind, that dead processes have left there."""
     import fcntl  # Unix only
 
     outer, creator = os.environ.get(OUTER_DIRECTORY, ""), os.getpid()

@@ -52,7 +52,7 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
     """
     free_reducers_before_groups()
     accept_device_ids(say)
-    keep_package_out_of_graphs()  # as gloo's are, which are no Python
+    keep_package_out_of_graphs()  # as gloo's are, which are not Python
     note_calls()
     count_group(dist.group.WORLD)
     groups = _ScriptGroups(say)
@@ -69,7 +69,7 @@ class _ScriptGroups:
     """What a script gets for `init_process_group`, in a process that has joined its world.
 
     Attributes:
-        names: what groups of ours are called for scripts.
+        names: what scripts call our groups.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -82,7 +82,7 @@ class _ScriptGroups:
         self._store, self._backend = default_store(), dist.get_backend_config()
         self._process, self._rank, self._world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
         self._numbers = itertools.count(1)
-        self._inherited: list[Any] = []  # a fork's copies: to end one would end its parent's, or wait
+        self._inherited: list[Any] = []  # a fork's copies: ending one would end its parent's, or wait
 
     def initialise(self, original: Callable[..., None], asked: dict[str, Any]) -> None:
         """Initialise what the script asks for: our group, one of its own in the announced world, or another world."""
@@ -140,8 +140,7 @@ class _ScriptGroups:
 
 
 def _asked(asked: Mapping[str, Any], name: str, own: int) -> int:
-    """The rank or the number of ranks that a script asks for, by an argument or by what it has left in the
-    environment."""
+    """The rank or the number of ranks that a script asks for, by an argument or by the environment that it has left."""
     given = asked.get(name, -1)
     return int(os.environ.get(name.upper()) or own) if given in (-1, None) else int(given)
 
@@ -158,7 +157,7 @@ def _called(original: Callable[..., Any], names: Mapping[str, Any], group: Any =
 
 
 def initialising(initialise: Callable[[Callable[..., None], dict[str, Any]], None]) -> Callable[..., None]:
-    """An `init_process_group` that calls that function, with torch's own and the arguments that were given."""
+    """An `init_process_group` that calls that function, with torch's own and the given arguments."""
     original = dist.init_process_group
     signature = inspect.signature(original)
 
@@ -235,7 +234,7 @@ def replace_functions(**functions: Callable[..., Any]) -> None:
     for key, module in list(sys.modules.items()):
         first = key.partition(".")[0]
         if first in sys.stdlib_module_names or (first == "torch" and not key.startswith(dist.__name__)):
-            continue  # most of all, and they hold none
+            continue  # most objects, and they hold none
         held = getattr(module, "__dict__", {})
         for name, (original, function) in replaced.items():
             if held.get(name) is original:

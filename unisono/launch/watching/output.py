@@ -15,7 +15,7 @@ Invariants:
 
 1. Files get each byte as it was written, before it is shown.
 2. A terminal that is stopped, or a reader who does not read, stops the workers that write to it, as without this
-   package; a broken pipe stops nobody.
+   package; a broken pipe stops no worker.
 3. `close` ends within its time, even if a process still holds a pipe or the terminal is stopped.
 """
 
@@ -42,7 +42,7 @@ from unisono.launch.watching.log_directory import Stream, log_file
 logger = logging.getLogger(__name__)
 
 _CHUNK = 65536  # bytes per read
-_TAIL = 16384  # the number of bytes of each stderr to remember
+_TAIL = 16384  # the number of bytes to remember of each stderr
 _HOLD_S = 0.2
 _END_S = 5.0  # to pass on what has been read
 _LAST_LOOKS = 3  # for news, what is in a pipe, and its end
@@ -112,9 +112,9 @@ class _CallersStream:
         self.mixer = LineMixer()
         self.is_marked = False  # whether lines have got prefixes
         self.writers: set[bytes] = set()  # by their prefixes, which a restart leaves as they are
-        # What the first writer has written, while another may follow, with whom both get prefixes; then None.
+        # What the first writer has written, while another may follow and both get prefixes; then None.
         self.first: list[tuple[_Source, bytes]] | None = []
-        self.show_at: float | None = None  # when to show that, though no other has followed
+        self.show_at: float | None = None  # when to show that, even if no other has followed
         try:
             self.fd = os.dup(descriptor)
         except OSError:  # it is closed
@@ -144,7 +144,7 @@ class _CallersStream:
         self.write(b"".join(self.mixer.add(source, prefix, piece) for (source, piece), prefix in mixed))
 
     def write(self, data: bytes) -> None:
-        """Write everything, or nothing more once the stream is broken. Waits for who reads it."""
+        """Write everything, or nothing more once the stream is broken. Waits for its reader."""
         while data and self.fd >= 0:
             try:
                 data = data[os.write(self.fd, data) :]
@@ -186,7 +186,7 @@ class _Source:
             self.release_at = time.monotonic() + _HOLD_S
 
     def release(self) -> None:
-        """Show what is held, though its line is unfinished."""
+        """Show what is held, even if its line is unfinished."""
         self.release_at = None
         if (held := self.splitter.release()) and self.shown_on is not None:
             self.shown_on.show(self, [held])
