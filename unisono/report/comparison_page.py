@@ -21,7 +21,7 @@ def write_comparison(runs: tuple[Run, Run], paths: Sequence[str], bits: str, pat
 
     Args:
         runs: the first and the second run.
-        paths: where they are, as the user calls them.
+        paths: their places, as the user names them.
         bits: whether their bits differ, in words.
         path: of the page.
     """
@@ -76,7 +76,7 @@ def _beside(first: Mapping[str, str], second: Mapping[str, str]) -> list[list[st
 
 
 def _logged(*both: tuple[int | None, Mapping[str, Any]]) -> list[list[str]]:
-    """The values that were logged last, and the second without the first."""
+    """The values that were logged last, and the second minus the first."""
     first, second = ({**({} if step is None else {"step": step}), **values} for step, values in both)
     rows = _beside(*({name: _text(value) for name, value in each.items()} for each in (first, second)))
     for row in rows:

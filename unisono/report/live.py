@@ -20,9 +20,9 @@ from unisono.report.timeline import BACKWARD, COMPUTE, EVALUATE, FETCH, FORWARD,
 from unisono.world import World
 
 _EVERY_S = 1.0
-_NOTABLE = 0.1  # the share of the time from which a cause of waiting is named
+_NOTABLE = 0.1  # a cause of waiting is named from this share of the time on
 _TAIL = 262144  # bytes of a record: several lines, of at most some ten thousand
-_LINES = 11  # of them, over which the ranks are compared
+_LINES = 11  # of them: the ranks are compared over that time
 _PATIENCE = 200  # times as long as the last comparison took: when the next one is due
 
 _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "cores", "MB", "device MB", "time"]
@@ -35,7 +35,7 @@ _MEANINGS = {letter: label(phase) for phase, letter in _LETTERS.items()} | {_OTH
 
 
 def describe(run: Run, columns: int = 0, is_coloured: bool = False) -> list[str]:
-    """The run now, as lines of at most so many columns, or of any width; in the colours of a terminal, if wanted."""
+    """The run now, as lines of at most that many columns, or of any width; in the colours of a terminal, if wanted."""
     rows = [_HEADINGS, *(_row(run, each) for each in run.ranks)]
     kept = [name for name, *cells in zip(*rows, strict=True) if any(cells)]
     table = aligned([[cell for name, cell in zip(_HEADINGS, row, strict=True) if name in kept] for row in rows])
@@ -103,7 +103,7 @@ def _bar(seconds: Mapping[str, float]) -> str:
 
 
 def is_alive(record: RankRecord) -> bool:
-    """Whether the rank has not ended, and goes on recording."""
+    """Whether the rank has not ended, and continues to record."""
     return record.end is None and not record.is_silent
 
 
@@ -136,7 +136,7 @@ def _state(record: RankRecord) -> str:
 
 
 class LiveFigures:
-    """What rank zero knows of the run while it goes on, from the counters of its own timeline.
+    """What rank zero knows of the run while it runs, from the counters of its own timeline.
 
     *Threads:* the loop's; `_find_slowest` runs on the one that writes the record.
     """
@@ -201,7 +201,7 @@ _WAITS = dict(zip(CAUSES, ("data", "transfers", "other ranks"), strict=True))
 
 
 def _between(before: RankSummary, after: RankSummary) -> RankSummary:
-    """What has happened from one summary of a rank to a later one."""
+    """What happened from one summary of a rank to a later one."""
 
     def passed(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
         return {name: value - first.get(name, 0.0) for name, value in then.items()}
@@ -215,7 +215,7 @@ def _between(before: RankSummary, after: RankSummary) -> RankSummary:
 
 
 def _ends_of(path: Path) -> tuple[RankSummary, RankSummary]:
-    """The first and the last line of the latest part of a record. Its errors are those of a record that has none."""
+    """The first and the last line of the latest part of a record. Its errors are those of a record without lines."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         lines = file.read().split(b"\n")[1:-1]  # the first may be cut off, or has the facts; the last is being written

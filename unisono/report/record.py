@@ -1,4 +1,4 @@
-"""The record of a rank: what it does, second by second, in files that can be read while the run goes on.
+"""The record of a rank: what it does, second by second, in files that can be read during the run.
 
     rank-0.jsonl         one JSON object per line: who the rank is; then, every second, the numbers of its `RankSummary`
                          so far, and what is new since the line before; of rank zero, the commit of its directory, and
@@ -10,7 +10,7 @@
 
 `report/run.py` reads them, and `report/digests.py` the last one.
 
-*Threads:* any one may call; a lock keeps lines whole.
+*Threads:* any may call; a lock keeps lines whole.
 
 Invariants:
 
@@ -159,7 +159,7 @@ class Recorder:
                     self._settings = self._world.timeline.settings
                     self._write(settings=self._settings, commit=_commit())
                 self._write(**self._numbers())
-        except Exception as error:  # of a device that has failed, or of /proc: the thread goes on, for the pulse
+        except Exception as error:  # of a device that has failed, or of /proc: the thread continues, for the pulse
             self._give_up(error)
 
     def _numbers(self) -> dict[str, Any]:
@@ -192,10 +192,10 @@ class Recorder:
         return None if timing is None or timing.place is None else timing.place.as_numbers()
 
     def _new_steps(self, loop: Track | None) -> list[float]:
-        """Seconds of each step that has ended since the last reading: without evaluating, logging and saving."""
+        """Seconds of each step that has ended since the last reading, without evaluating, logging and saving."""
         if loop is None:
             return []
-        # A copy is one operation of the interpreter; the loop's thread goes on.
+        # A copy is one operation of the interpreter; the loop's thread continues.
         new = list(takewhile(lambda span: span.stop > self._read_ns, reversed(loop.spans.copy())))[::-1]
         found: list[float] = []
         for phase, start, stop in new:
@@ -237,8 +237,8 @@ class Recorder:
 
 
 def write_fault(directory: Path, rank: int, **facts: Any) -> None:
-    """Add to the record of a rank that its group has failed, once that has ended: what its launcher knows of it, also
-    where the rank was killed. Raises OSError.
+    """Add to the record of a rank that its group has failed, once the group has ended: what its launcher knows of it,
+    even if the rank was killed. Raises OSError.
 
     Args:
         rank: the first one of the machine.
@@ -262,7 +262,7 @@ def _usage() -> dict[str, float]:
 
 
 def _children() -> list[int]:
-    """The pids of this process's children, without a look at all processes of the machine; [] if not on Linux."""
+    """The pids of this process's children, without scanning all processes of the machine; [] if not on Linux."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # a thread, or the file system, is not there
         for each in Path("/proc/self/task").iterdir():

@@ -37,7 +37,7 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _profiled(record: RankRecord, offset_us: float) -> Iterator[dict[str, Any]]:
-    """The events of torch.profiler of a rank, if it was asked for: its processes become ones of the rank."""
+    """A rank's events of torch.profiler, if it was asked for: its processes become ones of the rank."""
     path = record.path.with_suffix(".trace.json")
     if not path.exists():
         return
