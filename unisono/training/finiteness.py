@@ -1,12 +1,12 @@
 """The first loss, or gradient, that is not finite: which rank had it, in which step, said once.
 
-From the next step on, parameters and losses are not finite on any rank. A rank that finds its parameters so says
-nothing; rank zero does: it may be by a gradient that no loss has shown.
+From the next step on, parameters and losses are not finite on any rank. A rank that finds its parameters not finite
+says nothing, except rank zero: the cause may be a gradient that no loss has shown.
 
 *Threads:* the rank's.
 
-Invariant: nothing waits for a device. What is on an accelerator is looked at some steps later; on a lazy device, whose
-graphs would have further outputs, it is not.
+Invariant: nothing waits for a device. Values on an accelerator are checked some steps later; those on a lazy device are
+not, since its graphs would have more outputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SKIPPING = (
     "None or norm.isfinite(): optimizer.step()`"
 )
 _TOGETHER = 16  # values on an accelerator that are read together
-_SMALL = 2**16  # elements of what is looked at in each step
+_SMALL = 2**16  # elements of what is checked in each step
 
 _Parameters = Callable[[], Sequence[torch.Tensor]]
 _Place = tuple[str, int, int | None]  # what it is; the numbers of the step, and of the batch in its loop
@@ -46,14 +46,14 @@ class Finiteness:
     """What one rank has seen."""
 
     def __init__(self) -> None:
-        self.is_known = False  # from then on nothing is looked at
+        self.is_known = False  # from then on nothing is checked
         self._advice = ""
         self._probe: Callable[[], torch.Tensor | None] = lambda: None  # a small parameter
         self._held: list[tuple[torch.Tensor, torch.Tensor, _Place]] = []  # whether a value is finite, and the parameter
         self._sent: tuple[torch.Tensor, Any, list[_Place]] | None = None  # on the way to main memory; when it is there
 
     def look(self, value: torch.Tensor, what: str, steps: Steps, parameters: _Parameters) -> None:
-        """Look at a value of the latest visit, by which these parameters are trained."""
+        """Check a value of the latest visit, which trains these parameters."""
         world = steps.world
         if self.is_known or world.backend.is_lazy:
             return
@@ -108,7 +108,7 @@ class Finiteness:
 
 
 def small_gradient(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A gradient that costs little to look at: if the loss is not finite, most gradients are not."""
+    """A gradient that costs little to check: if the loss is not finite, most gradients are not either."""
     found = (each.grad for each in reversed(parameters) if each.grad is not None)
     return next((each for each in found if each.numel() <= _SMALL), None)
 

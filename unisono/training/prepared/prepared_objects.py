@@ -39,7 +39,7 @@ T = TypeVar("T")
 class PreparedObjects:
     """The objects that one Accelerator has prepared, referenced weakly.
 
-    A model is known as long as its module lives, which the optimizer of its parameters keeps: a script may go on with
+    A model is known as long as its module lives, which the optimizer of its parameters keeps: a script may use
     `unwrap_model(model)`, or drop what `prepare` has returned. `has_models`: whether one was prepared, alive or not.
     """
 
@@ -49,7 +49,7 @@ class PreparedObjects:
         self._models, self.has_models = WeakList[PreparedModel](), False
         self.loaders, self.schedulers, self.means = WeakList[Any](), WeakList[PreparedScheduler](), WeakList[Mean]()
         self._builder = builder
-        self._bare: list[PreparedModel] = []  # of bare parameters, of which the user holds nothing but the tensor
+        self._bare: list[PreparedModel] = []  # of bare parameters: the user holds only the tensor
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
@@ -90,13 +90,13 @@ class PreparedObjects:
         return [_rebuild(each, made) for each in objects]
 
     def collect(self) -> None:
-        """Let what the script has dropped be gone: an optimizer is in a cycle, which ranks collect at other times."""
+        """Collect what the script has dropped: an optimizer is in a cycle, which ranks collect at different times."""
         if len(self.steppers()) > 1 or len(self._models()) < len(self.modules()):
             with _collecting:
                 gc.collect()
 
     def models(self) -> list[nn.Module]:
-        """Of each model what `prepare` has returned, or its module, where only that is left."""
+        """For each model, what `prepare` has returned, or its module, where only that is left."""
         made = {id(model.module): model for model in self._models()}
         return [made.get(id(module), module) for module in self.modules()]
 
@@ -310,7 +310,7 @@ class Places:
                     )
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-        """Replace the parameters in groups and state of a checked optimizer by those that are now at their places."""
+        """Replace the parameters in a checked optimizer's groups and state by those now at their places."""
         now = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
         moved: dict[torch.Tensor, nn.Parameter] = {}
         for group in optimizer.param_groups:
@@ -341,7 +341,7 @@ def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
         _follow(part, made)
 
 
-_collecting = threading.Lock()  # beside another thread's collection, a collection does nothing
+_collecting = threading.Lock()  # during another thread's collection, a collection does nothing
 
 # Of what any Accelerator has prepared: the results. An object may be prepared again when its result is gone.
 _made: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
@@ -376,7 +376,7 @@ def _check_devices(where: str, module: nn.Module) -> None:
 
 
 def _check_bare(where: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that is no parameter, or not whole."""
+    """Refuse a tensor that is not a parameter, or not a whole one."""
     if not (tensor.is_leaf and tensor.requires_grad) or is_distributed(tensor):
         raise TypeError(
             f"the object at position {where} is of type {type(tensor).__name__}, which cannot be prepared unless it is "
