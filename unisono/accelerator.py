@@ -87,7 +87,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)  # loss.backward() does as well, but for fp16 and weights
+            accelerator.backward(loss)  # so does loss.backward(), except for fp16 and weights
             optimizer.step()
 
     The gradient that `optimizer.step()` applies is that of the mean loss over all samples of the step, on all ranks.
@@ -116,7 +116,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         cpu: use the CPU, even if there are accelerators.
         device_placement: move models, optimizer states and batches to the device; False moves nothing.
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets
-            batches of that size. A `DeviceLoader` has a `split` of its own.
+            batches of that size. A `DeviceLoader` has its own `split`.
         num_workers: "auto": DataLoaders over map-style datasets get as many loader workers as the loop needs, found
             while it runs (docs/loading.md). None: as each DataLoader says.
         sync_batchnorm: compute BatchNorm's statistics over the global batch.

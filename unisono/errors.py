@@ -45,7 +45,7 @@ class NoWorldError(UnisonoError):
 
 
 class BrokenWorldError(UnisonoError):
-    """A peer failed or left, so no collective of this world can complete any more.
+    """A peer failed or left, so no collective of this world can complete.
 
     This is a secondary error: the caller of `spawn` or `DataParallel` gets the peer's own exception instead.
     """
@@ -98,7 +98,7 @@ class MixedPlacementError(UnisonoError):
 
 
 class ClosedError(UnisonoError):
-    """The object was closed by its owner and cannot be used any more."""
+    """The object was closed by its owner and can no longer be used."""
 
 
 class BusyError(UnisonoError):

@@ -2,7 +2,7 @@
 
 A scheduler that needs the machine sends SIGTERM, to every process of a job or to its first one, and SIGKILL a little
 later. Once this process *handles* the signal, it only notes its arrival; the loop checks at step boundaries. The first
-Ctrl-C is such a request, too, unless the program has a handler of its own, or the caller takes it.
+Ctrl-C is such a request, too, unless the program has its own handler, or the caller takes it.
 
 Loader workers must live as long, or the loop would fail before it can save. Those that are forked while this process
 handles the signal, or after `shield_loader_workers`, ignore it, except when it comes from their parent: torch ends a

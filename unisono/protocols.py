@@ -126,7 +126,7 @@ class Backend(ABC):
     # How processes and threads begin.
 
     def start(self, device: torch.device) -> None:
-        """Start the family's runtime, where it has one of its own and that is not up, on a thread that computes.
+        """Start the family's own runtime, if it has one and that is not up, on a thread that computes.
 
         Before other threads use the device. UnisonoError where it comes too late for torch's autograd.
         """

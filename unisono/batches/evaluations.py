@@ -1,7 +1,7 @@
 """Evaluations: loops without backward passes, and whether the ranks have met for what these have counted.
 
 A rank evaluates its part of the data, and what its loop counts itself, `right += ...`, covers that part only. If the
-ranks gather and reduce nothing from the begin of the loop until they train again, or end, a line says so, once for each
+ranks gather and reduce nothing from the start of the loop until they train again, or end, a line says so, once for each
 loop of the program.
 
 *Threads:* the rank's.

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_save(save: Callable[[], Any], what: str) -> Future[None]:
-    """Run a save in a thread of its own; the future has its error."""
+    """Run a save in its own thread; the future has its error."""
     future: Future[None] = Future()
     # Not a daemon: the interpreter's exit waits for the save.
     args = save, what, future

@@ -1,7 +1,7 @@
 """One rank's part in saving checkpoints: what all ranks agree on, what is copied, which rank writes it.
 
 Rank zero writes one file, `state.pt`; if a large model, or its optimizer's state, is sharded, all ranks also write
-their parts, each into a file of its own. The state of other ranks is gathered by the communicator.
+their parts, each into its own file. The state of other ranks is gathered by the communicator.
 
 Ownership: a `Saver` owns the host memory of its copies and the thread that writes them.
 

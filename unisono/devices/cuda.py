@@ -77,7 +77,7 @@ def _exchange_capture_mode() -> Any:
     names = ["libcuda.so.1"] if hip is None else ["libamdhip64.so", f"libamdhip64.so.{hip.split('.')[0]}"]
     for name in names:
         with suppress(OSError):
-            # As torch has loaded it: a second copy of a runtime would have a state of its own.
+            # As torch has loaded it: a second copy of a runtime would have its own state.
             library = ctypes.CDLL(name, ctypes.DEFAULT_MODE if hip is None else os.RTLD_NOLOAD)
             return getattr(library, f"{'cu' if hip is None else 'hip'}ThreadExchangeStreamCaptureMode")
     return None

@@ -107,7 +107,7 @@ class _SlurmRun:
         self._job, self._directory = job, directory
         self._missing = set(range(machines))
         self._shown = 0
-        self._state = "PENDING"  # "" where the controller does not know the job any more
+        self._state = "PENDING"  # "" where the controller no longer knows the job
         self._is_over_since: float | None = None
 
     def outcomes(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:

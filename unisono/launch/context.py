@@ -83,7 +83,7 @@ class ProcessContext:
         self._supervisor.request(Group.stop)
 
     def start(self) -> None:
-        """Start the workers; `join` does so too, if they are not running yet. `spawn` has already called it."""
+        """Start the workers; so does `join`, if they are not running yet. `spawn` has already called it."""
         with self._stop_on_signal():
             self._supervisor.start()
 

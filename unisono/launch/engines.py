@@ -1,6 +1,6 @@
 """`spawn(..., engine=)`: workers on machines that an engine lends, such as SLURM, Ray, or hosts by SSH.
 
-An engine starts one agent of ours per machine (`unisono/engines/machine.py`), which starts that machine's workers. A
+An engine starts one of our agents per machine (`unisono/engines/machine.py`), which starts that machine's workers. A
 result crosses the agent as bytes: the script's own classes are known to its workers, and to the caller.
 """
 

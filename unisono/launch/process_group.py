@@ -58,7 +58,7 @@ def join(
         RuntimeError, OSError: the peers could not be reached; torch's own message, with a note on what was tried.
     """
     device = backend.enter_worker(place.local_rank, place.local_world_size)
-    if place.address:  # otherwise their group has a secret of its own
+    if place.address:  # otherwise their group has its own secret
         use_secret(os.environ.get(SECRET, ""))
         if place.rank == 0 and SECRET not in os.environ:
             logger.warning(

@@ -85,7 +85,7 @@ class _ScriptGroups:
         self._inherited: list[Any] = []  # a fork's copies: ending one would end its parent's, or wait
 
     def initialise(self, original: Callable[..., None], asked: dict[str, Any]) -> None:
-        """Initialise what the script asks for: our group, one of its own in the announced world, or another world."""
+        """Initialise what the script asks for: our group, its own in the announced world, or another world."""
         is_of_family = asked.get("backend") in family_names()
         is_announced = asked.get("store") is None and (is_of_family or asked.get("init_method") in _OURS)
         is_other = is_announced and _asked(asked, "world_size", self._world_size) != self._world_size

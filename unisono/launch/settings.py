@@ -150,7 +150,7 @@ def _adopt_loggers(loggers: dict[str, tuple[dict[str, Any], list[Handler] | None
         logger = logging.getLogger(name)
         vars(logger).update(attributes)
         if handlers is not None:
-            kept = [own for own in logger.handlers if type(own) not in _HANDLERS]  # of a library, imported here as well
+            kept = [own for own in logger.handlers if type(own) not in _HANDLERS]  # of a library, also imported here
             logger.handlers[:] = [*map(_make_handler, handlers), *kept]
     logging.root.setLevel(logging.root.level)  # clears what all loggers have cached of the levels
 

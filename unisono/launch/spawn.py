@@ -83,7 +83,7 @@ def spawn(
         fn: called as `fn(index, *args)`, with index from 0 to nprocs - 1.
         args: further positional arguments, the same for each worker.
         nprocs: the number of workers; None uses every device of the family. With 1, `join=True` and no option that
-            needs a separate process, `fn` runs in the calling process, with a world of its own.
+            needs a separate process, `fn` runs in the calling process, with its own world.
         join: wait for the workers and return their results; False returns a `ProcessContext` immediately.
         daemon: with `join=False`, end the workers when the calling process exits, instead of waiting for them.
         options: by keyword.

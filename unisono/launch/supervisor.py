@@ -172,7 +172,7 @@ class Supervisor:
         self._queue_request(lambda group: group.hear(report))
 
     def give_up(self, reason: BaseException) -> None:
-        """End the workers for an external reason, which counts as a failure of theirs."""
+        """End the workers for an external reason, which counts as their failure."""
         self._queue_request(lambda group: group.give_up(Outcome(error=reason)))
 
     def _catch_up(self) -> None:

@@ -15,7 +15,7 @@
 Invariants:
 
 1. Nothing here ends or delays a run: an error, such as one of the file system, is reported once; the record ends there.
-2. Times are those of `time.perf_counter`, beside the time of day of the first line: setting a clock changes nothing.
+2. Times come from `time.perf_counter`, except the time of day in the first line: setting a clock changes nothing.
 """
 
 from __future__ import annotations

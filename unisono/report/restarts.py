@@ -1,6 +1,6 @@
 """What the failures of a run have cost: for each restart what failed, the steps that were repeated, and the time.
 
-The lowest rank in the records stands for all: they take their steps together. Seconds count from the begin of its first
+The lowest rank in the records stands for all: they take their steps together. Seconds count from the start of its first
 attempt, when all ranks had joined.
 """
 
@@ -60,8 +60,8 @@ class Restarts:
     Attributes:
         all: in their order.
         goodput: the fraction of the time that made progress: that of the steps that were kept, out of the time from the
-            begin of the first attempt, when all its ranks had joined, to the last line of the record. The time of an
-            attempt's steps runs from the begin of its first step to the end of its last one, with what the loop did
+            start of the first attempt, when all its ranks had joined, to the last line of the record. The time of an
+            attempt's steps runs from the start of its first step to the end of its last one, with what the loop did
             between steps, such as evaluating and saving; its last kept step is the one that a later attempt continues
             from. So steps that were done again, and the time to notice a fault, to start and to load, are lost.
     """
@@ -156,7 +156,7 @@ class _Known:
             yield self.end_s, self.done
 
     def seconds_of_steps(self, kept: int | None) -> float:
-        """The time from the begin of the first step to the end of the last kept one, None for all; between two lines of
+        """The time from the start of the first step to the end of the last kept one, None for all; between two lines of
         the record, steps count as equally long."""
         last = self.done if kept is None else min(kept, self.done)
         begin, before = self._points[0]

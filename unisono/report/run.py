@@ -243,7 +243,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The time from the begin of the first attempt to the last line of any rank."""
+        """The time from the start of the first attempt to the last line of any rank."""
         return max((self.offset(each) + each.samples[-1]["t"] for each in self.ranks if each.samples), default=0.0)
 
     @cached_property
@@ -258,10 +258,10 @@ class Run:
         return device if is_one else f"{record.host} {device}"
 
     def offset(self, record: RankRecord) -> float:
-        """Seconds from the begin of the run to that of a rank's record.
+        """Seconds from the start of the run to that of a rank's record.
 
         The clocks of machines may differ. Ranks begin as soon as all have joined the world, so the first rank of each
-        machine is placed at the begin of its attempt, and the others of the machine after it by their common clock. An
+        machine is placed at the start of its attempt, and the others of the machine after it by their common clock. An
         attempt is placed by the clocks of the machines of its first rank and of that of the first attempt.
         """
         own = next((each.ranks for each in self.attempts if any(record is one for one in each.ranks)), self.ranks)

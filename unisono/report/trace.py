@@ -12,7 +12,7 @@ from unisono.report.summary import CLOCK, label
 
 
 def write_trace(run: Run, path: str | Path) -> Path:
-    """Write the spans of all ranks; return the absolute path. Times are in microseconds since the begin of the run.
+    """Write the spans of all ranks; return the absolute path. Times are in microseconds since the start of the run.
     What cannot be read is left out, and added to `run.missing`.
 
     The format is that of "Trace Event Format" (Google, 2016): complete events ("X"), and names ("M").

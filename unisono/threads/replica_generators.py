@@ -162,7 +162,7 @@ def _register_kernels() -> list[torch.library.Library]:
 
 def _redirect_torch_random() -> None:
     """Make the functions of `torch.random`, under any alias, use the thread's own generator."""
-    # By replacing the name in their code, not the object: operators receive that as well, and reject an `_Ambient`.
+    # By replacing the name in their code, not the object: operators receive that, too, and reject an `_Ambient`.
     torch.random.unisono_generator = _Ambient()  # type: ignore[attr-defined]
     for each in list(vars(torch.random).values()):
         if isinstance(each, FunctionType) and "default_generator" in each.__code__.co_names:
@@ -200,7 +200,7 @@ def _kernel_with_generator(overload: Any, place: int, below: Any) -> Callable[..
 
 
 def _device_of_draw(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
-    """The device on which the operator draws; None without a tensor: it then calls an operator that has one."""
+    """The device that the operator draws on; None without a tensor: it then calls an operator that has one."""
     return next((each.device for each in (*args, *named.values()) if isinstance(each, torch.Tensor)), None)
 
 

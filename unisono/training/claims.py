@@ -25,12 +25,12 @@ _ROUNDING = 1e-9  # of a part, if all ranks have given the same weight
 
 
 class Claim(NamedTuple):
-    """States that a pass is of `samples` of the `total` of its microbatch on all ranks.
+    """States that a pass covers `samples` of the `total` of its microbatch on all ranks.
 
     Attributes:
         is_given: whether the numbers are the user's.
         uncut: the numbers with the weights of batches that only repeat others, if there is such a batch. They hold for
-            the loss of all ranks, which such a rank computes as well (`unisono.functional`).
+            the loss of all ranks, which such a rank computes, too (`unisono.functional`).
     """
 
     samples: float
@@ -79,7 +79,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
 
 
 def _sum_over_ranks(values: list[float], world: World) -> list[float]:
-    # In a backward pass, this may be autograd's thread, which has no track of its own.
+    # In a backward pass, this may be autograd's thread, which does not have its own track.
     track = world.timeline.loop() if current_graph_task_id() < 0 else world.timeline.backward
     with nullcontext() if track is None else track.span(REDUCE):
         # float64, since float32 counts tokens exactly only up to 2**24; on the host, so that reading it waits for no

@@ -136,7 +136,7 @@ class Step:
         return None
 
     def is_empty(self) -> bool:
-        """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
+        """Whether nothing counts in this step, on any rank: then there is no mean to take the gradient of."""
         for each in self.visits:
             if each.claim.total:
                 return False

@@ -280,8 +280,8 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
         node = left.pop()
         if node is None:
             continue
-        # AccumulateGrad, autograd's node for a leaf, holds the leaf as `variable`.
-        # The name is checked, since the node of a user's Function may have an attribute `variable` of its own.
+        # AccumulateGrad, autograd's node for a leaf, holds the leaf as `variable`. The name is checked, since the node
+        # of a user's Function may have its own attribute `variable`.
         if node.name() == "torch::autograd::AccumulateGrad":
             found.append(getattr(node, "variable"))  # noqa: B009 - which torch does not annotate
         new = {each for each, _ in node.next_functions if each not in seen}

@@ -161,7 +161,7 @@ class Steps(Machine):
         return self._total[1]
 
     def is_empty(self) -> bool:
-        """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
+        """Whether nothing counts in this step, on any rank: then there is no mean to take the gradient of."""
         return self.step.is_empty() or self.given_total() == 0
 
     def factor(self) -> float:

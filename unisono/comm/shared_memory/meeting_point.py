@@ -1,6 +1,6 @@
 """Where the processes of one machine meet: a rank continues when all have arrived.
 
-Each rank counts its meetings in a word of its own, and waits until the words of all others have reached its count.
+Each rank counts its meetings in its own word, and waits until the words of all others have reached its count.
 
 *Threads:* the one that holds `lock`; any may call `close`.
 
@@ -148,8 +148,8 @@ class MeetingPoint:
             self._wait_for(rank, timeout_s)
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent. A fork's copy
-        leaves for nobody."""
+        """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent. A fork's copy does
+        not leave for its parent."""
         if not self.is_closed and os.getpid() == self._process:
             self.is_closed = True
             # Before the wake-up, after which sleepers look at it.

@@ -46,7 +46,7 @@ class MachineReport:
 
 @dataclass
 class AgentRound:
-    """One start of all workers, as this machine sees it. Times are seconds of one clock of its own.
+    """One start of all workers, as this machine sees it. Times are seconds of its own clock.
 
     Attributes:
         name: the same for all agents, and for no other round.

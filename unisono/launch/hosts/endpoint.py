@@ -132,7 +132,7 @@ def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> st
 
 
 def free_port() -> int:
-    """A port on which nothing listens at the moment."""
+    """A port that nothing listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """The commands' side of `unisono warm`: hands `unisono run` to a process that has already imported its modules.
 
 That process forks, and its child becomes the command: with this one's arguments, environment, directory, umask, signals
-and standard streams. What was imported is shared; nothing else is, as each command has a fork of its own. The original
+and standard streams. What was imported is shared; nothing else is, as each command has its own fork. The original
 process stays, passes signals on, and ends as its stand-in does; if it is killed, so is the stand-in.
 
 A fork is as good as a fresh start only if the two would have begun alike. So everything that an import may have

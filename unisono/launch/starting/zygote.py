@@ -4,9 +4,9 @@ Forking the user's process would deadlock (OpenMP's pool and other threads do no
 interpreters costs seconds each. At a fork, the zygote has one thread, no CUDA context and no process group, so the fork
 is safe. With the start method "spawn" it imports nothing, and a worker becomes a fresh interpreter after its fork.
 
-It is also the reaper. It makes itself the subreaper of everything that its workers start, and each worker leads a
-session of its own. When a worker ends, the group's connection closes or the calling process dies, the sessions are
-killed, and processes that escaped their session are found among the zygote's children.
+It is also the reaper. It makes itself the subreaper of everything that its workers start, and each worker leads its own
+session. When a worker ends, the group's connection closes or the calling process dies, the sessions are killed, and
+processes that escaped their session are found among the zygote's children.
 
 Invariants:
 
