@@ -77,7 +77,7 @@ def note_calls() -> None:
     """Note, from now on, what this process calls on groups of torch."""
     for method, (name, argument) in _METHODS.items():
         if (original := getattr(dist.ProcessGroup, method, None)) is not None:
-            setattr(dist.ProcessGroup, method, _noting(original, name, argument))
+            setattr(dist.ProcessGroup, method, _noting_calls(original, name, argument))
 
 
 def last_calls() -> tuple[NotedCall, ...]:
@@ -108,7 +108,7 @@ def find_mismatch(calls: dict[int, tuple[NotedCall, ...]]) -> tuple[dict[int, st
     return {}, {}
 
 
-def _noting(original: Callable[..., Any], name: str, argument: int | None) -> Callable[..., Any]:
+def _noting_calls(original: Callable[..., Any], name: str, argument: int | None) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if not (key := _name_of(group)):

@@ -204,7 +204,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     for rank, action in sorted((short if len(set(short.values())) > 1 and not has_loaded else actions).items()):
         groups.setdefault(action, []).append(rank)
     first, *others = (
-        f"{name_ranks(ranks)} {_placed(action, places.get(ranks[0], '') if places else '')}"
+        f"{name_ranks(ranks)} {_action_at_place(action, places.get(ranks[0], '') if places else '')}"
         for action, ranks in groups.items()
     )
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
@@ -233,7 +233,7 @@ def is_of_loop(action: str) -> bool:
     return LOOP in action
 
 
-def _placed(action: str, place: str) -> str:
+def _action_at_place(action: str, place: str) -> str:
     """The action, and the user's call that led to it."""
     called, _, where = place.partition("() in ")
     if action.endswith(END):  # in the launcher

@@ -82,7 +82,7 @@ class Outcome(Generic[T]):
     def to_bytes(self) -> bytes:
         """Serialize for another process; the traceback is sent as text."""
         if self.error is not None:
-            return self._pack(self.error)
+            return self._pack_error(self.error)
         storages: list[pickle.PickleBuffer] = []
         try:
             payload = dumps(self.value, storages.append)
@@ -91,7 +91,7 @@ class Outcome(Generic[T]):
                 f"the result, a {type(self.value).__name__}, cannot be sent to the calling process "
                 f"({type(reason).__name__}: {_text_of(reason)}); return tensors, numbers or other picklable data"
             )
-            return self._pack(refusal)
+            return self._pack_error(refusal)
         # Apart: `where` and `at` can be read even if the value cannot be rebuilt, and what is large is copied once.
         parts: list[bytes | memoryview] = [payload, *(each.raw() for each in storages)]
         fields = pickle.dumps({"where": self.where, "at": self.at, "sizes": [len(each) for each in parts]})
@@ -128,7 +128,7 @@ class Outcome(Generic[T]):
             refusal.__cause__ = reason
             return Outcome(error=refusal, where=where, at=at)
 
-    def _pack(self, error: BaseException) -> bytes:
+    def _pack_error(self, error: BaseException) -> bytes:
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         sent = error.sent if isinstance(error, RemoteError) else None
         text = traceback_of(error)  # first: it adds notes, which are sent with the error

@@ -201,12 +201,12 @@ class ProcessCommunicator:
         return pickle.loads(self._run(call, lambda: self._broadcast_bytes(data, root)))
 
     def barrier(self) -> None:
-        self._run(Call("barrier"), self._meet)
+        self._run(Call("barrier"), self._meet_by_reduction)
 
     def meet(self, call: Call, value: T, combine: Callable[[list[T]], R]) -> R:
         """Wait until all ranks have arrived at `call`; return `combine([value])`, where another transport carries it
         out. Raises what that collective raises."""
-        self._run(call, self._meet)
+        self._run(call, self._meet_by_reduction)
         return combine([value])
 
     def announce(self, purpose: str) -> None:
@@ -253,7 +253,7 @@ class ProcessCommunicator:
                     return None  # type: ignore[return-value]
                 with torch.no_grad():
                     if 0 in (call.shape or ()):
-                        self._meet()  # a transport with nothing to send does not wait for peers
+                        self._meet_by_reduction()  # a transport with nothing to send does not wait for peers
                     return operation()
             except RuntimeError as error:
                 self._note_failure(error)
@@ -307,7 +307,7 @@ class ProcessCommunicator:
     def _on_host(self, plain: torch.Tensor) -> torch.Tensor:
         return plain.to(self._host) if plain.is_cpu else plain
 
-    def _meet(self) -> None:
+    def _meet_by_reduction(self) -> None:
         # A reduction rather than dist.barrier: there gloo may not report a dead peer until the timeout.
         met = torch.zeros(1, device=self._host)
         dist.all_reduce(met)

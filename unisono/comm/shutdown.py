@@ -50,13 +50,13 @@ def end_group(is_broken: bool, waits_for_device: bool) -> None:
 
 
 def _ends_in_time(end: Callable[[], None]) -> bool:
-    thread = threading.Thread(target=_quietly, args=(end,), name="unisono-end-group", daemon=True)
+    thread = threading.Thread(target=_end_quietly, args=(end,), name="unisono-end-group", daemon=True)
     thread.start()
     thread.join(END_S)
     return not thread.is_alive()
 
 
-def _quietly(end: Callable[[], None]) -> None:
+def _end_quietly(end: Callable[[], None]) -> None:
     """Body of the thread. A failure while a group ends was caused by an earlier one, whose cause is known."""
     with contextlib.suppress(RuntimeError, ValueError):
         end()

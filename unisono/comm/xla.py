@@ -71,7 +71,7 @@ def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
     # What was recorded before is cut and run first: on only one of the devices, it would make that graph different, or
     # keep the others waiting in the reduction.
     for device in devices:
-        _cut(device)
+        _cut_graph(device)
     torch_xla._XLAC._xla_wait_device_ops(torch_xla._XLAC._xla_real_devices(list(map(str, devices))))
     found = [each.item() for each in _reduce_all(ones, "sum")]
     if any(each != size for each in found):
@@ -88,12 +88,12 @@ def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Ten
     reduced = []
     for tensor in tensors:
         reduced.append(torch_xla._XLAC._xla_all_reduce(_OPS[op], tensor, 1.0, [], True))
-        _cut(tensor.device)
+        _cut_graph(tensor.device)
         torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
     return reduced
 
 
-def _cut(device: torch.device) -> None:
+def _cut_graph(device: torch.device) -> None:
     """Start running what was recorded on the device."""
     import torch_xla
 

@@ -56,12 +56,12 @@ def describe(run: Run, columns: int = 0, is_coloured: bool = False) -> list[str]
         lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
         wide = max(map(len, table.splitlines())) - _BAR  # the bars are last, and to the right
         for place in range(3, 3 + len(run.ranks)) if letters else ():
-            lines[place] = lines[place][:wide] + re.sub(r"(\w)\1*", _painted, lines[place][wide:])
-        lines = [re.sub(f"\\b(\\w)(?={_TOGETHER})", _painted, each) for each in lines]
+            lines[place] = lines[place][:wide] + re.sub(r"(\w)\1*", _paint_letters, lines[place][wide:])
+        lines = [re.sub(f"\\b(\\w)(?={_TOGETHER})", _paint_letters, each) for each in lines]
     return [each.replace(_TOGETHER, " ") for each in lines]
 
 
-def _painted(letters: re.Match[str]) -> str:
+def _paint_letters(letters: re.Match[str]) -> str:
     return f"\x1b[7;{_PAINTS.get(letters[1], 39)}m{letters[0]}\x1b[0m"
 
 
@@ -155,7 +155,7 @@ class LiveFigures:
         beginning. [] if there are none yet."""
         if is_last or time.monotonic() >= self._next:
             now = summarise(self._world, is_own_thread=False)
-            self._parts = self._describe(_between(self._first if is_last else self._last, now), now.steps)
+            self._parts = self._describe(_summary_between(self._first if is_last else self._last, now), now.steps)
             self._last, self._next = now, time.monotonic() + _EVERY_S
         return self._parts
 
@@ -191,7 +191,7 @@ class LiveFigures:
         with contextlib.suppress(Exception):  # a rank that has not begun, a line that is cut off, a division by no time
             own = {}
             for rank in range(self._world.world_size):
-                passed = _between(*_ends_of(directory / f"rank-{rank}.jsonl"))
+                passed = _summary_between(*_ends_of(directory / f"rank-{rank}.jsonl"))
                 own[rank] = (passed.loop_seconds - passed.waited(PEERS)) / passed.loop_seconds
             slowest = slowest_of(own)
         self._slowest, self._compare_at = slowest, time.monotonic() + _PATIENCE * (time.thread_time() - began)
@@ -200,7 +200,7 @@ class LiveFigures:
 _WAITS = dict(zip(CAUSES, ("data", "transfers", "other ranks"), strict=True))
 
 
-def _between(before: RankSummary, after: RankSummary) -> RankSummary:
+def _summary_between(before: RankSummary, after: RankSummary) -> RankSummary:
     """What happened from one summary of a rank to a later one."""
 
     def passed(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:

@@ -82,7 +82,7 @@ class Recorder:
             if world.rank == 0 and digests.exists():
                 self._write_to(digests, "\n")
         if profiled:
-            self._profile(profiled)
+            self._profile_steps(profiled)
         self._write(
             began=time.time(),
             rank=world.rank,
@@ -120,7 +120,7 @@ class Recorder:
             ]
         self._write_to(self._spans, json.dumps(spans) + "\n")
 
-    def _profile(self, steps: range) -> None:
+    def _profile_steps(self, steps: range) -> None:
         """Start torch.profiler before the first of these steps, and write its trace after the last; in the loop's
         thread."""
         profiler = torch.profiler.profile()
@@ -163,14 +163,14 @@ class Recorder:
             self._give_up(error)
 
     def _numbers(self) -> dict[str, Any]:
-        loop, first_ns = self._loop(), self._steps.first_ns
+        loop, first_ns = self._loop_track(), self._steps.first_ns
         return {
             "t": self._seconds(time.perf_counter_ns()),
             "phase": "" if loop is None else loop.current or "",
             "doing": getattr(self._world.comm, "current", None) or "",
             "done": self._steps.done,
             "loaded": self._steps.loaded,
-            "place": self._place(loop),
+            "place": self._place_of_loop(loop),
             "first_step": None if first_ns is None else self._seconds(first_ns),
             "step_seconds": self._new_steps(loop),
             "logged": self._new_logged(),
@@ -179,12 +179,12 @@ class Recorder:
             **asdict(summarise(self._world, is_own_thread=False)),
         }
 
-    def _loop(self) -> Track | None:
+    def _loop_track(self) -> Track | None:
         """The track of the rank's own loop: of the thread that has spent the most time in loops."""
         loops = [track for track in self._world.timeline.tracks() if track.name == "loop"]
         return max(loops, key=lambda track: sum(track.totals.copy().values()), default=None)
 
-    def _place(self, loop: Track | None) -> dict[str, int | None] | None:
+    def _place_of_loop(self, loop: Track | None) -> dict[str, int | None] | None:
         """Of the outermost loop, if it trains."""
         timing = loop.innermost if loop is not None else None
         while timing is not None and timing.around is not None:

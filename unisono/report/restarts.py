@@ -139,13 +139,13 @@ class _Known:
         else:
             self.first_s = next((each["first_step"] - began for each in near if each["first_step"]), None)
         self.end_s = max(self.begin_s + last.get("t", 0.0), self.fault_s or 0.0)
-        self._points = list(self._progress(record.samples if record is not None else []))
+        self._points = list(self._steps_over_time(record.samples if record is not None else []))
 
     @property
     def has_stepped(self) -> bool:
         return self.first_s is not None
 
-    def _progress(self, samples: Sequence[dict[str, Any]]) -> Iterator[tuple[float, int]]:
+    def _steps_over_time(self, samples: Sequence[dict[str, Any]]) -> Iterator[tuple[float, int]]:
         """When how many steps were done."""
         if self.first_s is not None:
             took = next((seconds for each in samples for seconds in each["step_seconds"]), 0.0)

@@ -33,10 +33,10 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
             for span in spans:
                 times = {"ts": offset + span.start / 1e3, "dur": (span.stop - span.start) / 1e3}
                 yield {"ph": "X", "name": label(span.phase), **common, **times}
-        yield from _profiled(record, offset)
+        yield from _profiled_events(record, offset)
 
 
-def _profiled(record: RankRecord, offset_us: float) -> Iterator[dict[str, Any]]:
+def _profiled_events(record: RankRecord, offset_us: float) -> Iterator[dict[str, Any]]:
     """A rank's events of torch.profiler, if it was asked for: its processes become ones of the rank."""
     path = record.path.with_suffix(".trace.json")
     if not path.exists():
