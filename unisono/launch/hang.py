@@ -210,7 +210,7 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
         late = sorted(watch.returned)
         verdict = f"{_name_waiting(late, 'has', 'have')} returned, while {_group_by_collective(waiting)}"
     elif waiting and late:
-        verdict = f"{_name_waiting(late)} late: {_places(late, stacks)}; {_group_by_collective(waiting)}"
+        verdict = f"{_name_waiting(late)} late: {_describe_places(late, stacks)}; {_group_by_collective(waiting)}"
     else:
         progress = {rank: pulses[rank].progress for rank in ranks if rank in pulses}
         # A rank with an accelerator waits wherever it needs a result.
@@ -219,7 +219,7 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
         if waiting:
             verdict = f"all ranks wait, but not in the same call: {_group_by_collective(waiting)}{behind}"
         else:
-            verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
+            verdict = f"no rank is in a collective: {_describe_places(ranks, stacks)}{behind}"
     seconds, advice = watch.limit
     text = f"no rank has made progress for {seconds:.4g} s, and {verdict}. {advice}"
     error = WorkerHungError(text, late, dict(stacks))
@@ -241,7 +241,7 @@ def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) ->
     return describe_call(frames) or f"{names[-1]}()" if names else ""
 
 
-def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
+def _describe_places(ranks: list[int], stacks: Mapping[int, str]) -> str:
     texts = []
     for rank in ranks:
         frames = frames_of(main_stack(stacks.get(rank, "")))

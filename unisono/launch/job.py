@@ -157,7 +157,7 @@ def private_directory(kind: str) -> Iterator[Path]:
     parent = outer if os.path.isdir(outer) else tempfile.gettempdir()
     machine = f"{crc32(platform.node().encode()):08x}"  # those that share a directory may not share its locks
     for each in Path(parent).glob(f"unisono-*-{machine}-*"):
-        with suppress(OSError), _opened(each) as descriptor:
+        with suppress(OSError), _opened_directory(each) as descriptor:
             if os.fstat(descriptor).st_uid == os.geteuid():  # another user's may hold anything
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(each, ignore_errors=True)
@@ -176,7 +176,7 @@ def _create_locked(prefix: str, parent: str) -> tuple[Path, int]:
 
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with suppress(FileNotFoundError), _opened(directory) as descriptor:
+        with suppress(FileNotFoundError), _opened_directory(directory) as descriptor:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             directory.stat()  # others may have removed it before it was locked
@@ -184,7 +184,7 @@ def _create_locked(prefix: str, parent: str) -> tuple[Path, int]:
 
 
 @contextmanager
-def _opened(directory: Path) -> Iterator[int]:
+def _opened_directory(directory: Path) -> Iterator[int]:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor

@@ -116,7 +116,7 @@ class PlainLoops:
         )
         for owner, name, phase in kinds:
             setattr(owner, name, self._in_phase(phase, getattr(owner, name)))
-        LoaderIterator.__next__ = self._receiving(LoaderIterator.__next__)
+        LoaderIterator.__next__ = self._receiving_batches(LoaderIterator.__next__)
         collectives = {name: each for name in _COLLECTIVES if (each := getattr(dist, name, None))}
         replace_functions(**{name: self._in_phase(REDUCE, each) for name, each in collectives.items()})
         register_optimizer_step_pre_hook(self._before_optimizer)
@@ -137,7 +137,7 @@ class PlainLoops:
 
         return wrapped
 
-    def _receiving(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _receiving_batches(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:  # noqa: N807
             entered = self._enter(FETCH)
@@ -237,7 +237,7 @@ class PlainLoops:
             track.switch(COMPUTE if is_training else EVALUATE)
             track.count_wait(Waits(track.since - began, 0, 0))
             # Not "batches": those show that ranks share a loader.
-            samples, size = _measure(batch)
+            samples, size = _measure_batch(batch)
             track.counts["samples"] += samples
             track.counts["bytes"] += size
             if is_training:
@@ -322,7 +322,7 @@ class PlainLoops:
             track.switch(COMPUTE)
 
 
-def _measure(batch: Any) -> tuple[int, int]:
+def _measure_batch(batch: Any) -> tuple[int, int]:
     """The samples and the bytes of a batch; fast for the most common ones."""
     held = flat_tensors(batch)
     if not held:

@@ -59,7 +59,7 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
     create = {name: functools.partial(_create_counted, made) for name in _CREATE if (made := getattr(dist, name, None))}
     replace_functions(
         **create,
-        get_backend=functools.partial(_called, dist.get_backend, groups.names),
+        get_backend=functools.partial(_shown_name, dist.get_backend, groups.names),
         destroy_process_group=functools.partial(_destroy_counted, dist.destroy_process_group),
         init_process_group=initialising(groups.initialise),
     )
@@ -134,7 +134,7 @@ class _ScriptGroups:
             if asked["store"].add("begun", 1) == asked["world_size"]:
                 asked["store"].set("all_begun", "")
             asked["store"].wait(["all_begun"])
-            _check(dist.group.WORLD)
+            _check_group(dist.group.WORLD)
         if isinstance(dist.group.WORLD, SharedMemoryGroup) and dist.get_rank() == 0 and dist.get_world_size() > 1:
             self._say(_IN_SHARED_MEMORY)
 
@@ -151,7 +151,7 @@ def _is_of_gloo(asked: Mapping[str, Any]) -> bool:
     return named in (dist.Backend.GLOO, f"{HOST.type}:{dist.Backend.GLOO}") and asked.get("pg_options") is None
 
 
-def _called(original: Callable[..., Any], names: Mapping[str, Any], group: Any = None) -> Any:
+def _shown_name(original: Callable[..., Any], names: Mapping[str, Any], group: Any = None) -> Any:
     found = original(group)
     return names.get(found, found)
 
@@ -206,7 +206,7 @@ def _names_the_cpu(given: dict[str, Any]) -> bool:
     return bool(named) and are_known and {each.device.type for each in module.parameters()} == {HOST.type}
 
 
-def _check(group: Any) -> None:
+def _check_group(group: Any) -> None:
     """Check who takes part. Those that have mapped the same memory are processes of one user."""
     if not isinstance(group, SharedMemoryGroup):
         check_members(group)
@@ -214,7 +214,7 @@ def _check(group: Any) -> None:
 
 def _create_counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     group = original(*args, **kwargs)
-    _check(group)
+    _check_group(group)
     count_group(group)
     return group
 

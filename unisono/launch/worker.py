@@ -266,7 +266,7 @@ def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
     # stderr is a pipe here, so the width of the terminal cannot be queried.
     terminal.set_columns(caller.columns)
-    sys.breakpointhook = _break
+    sys.breakpointhook = _break_into_debugger
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     # For the supervisor, which wants whole, separate stacks. The descriptor stays open as long as the process lives.
@@ -274,7 +274,7 @@ def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
 
 
-def _break(*args: Any, **kwargs: Any) -> Any:
+def _break_into_debugger(*args: Any, **kwargs: Any) -> Any:
     """What `breakpoint()` calls: the debugger that PYTHONBREAKPOINT names, or pdb if fn has opened a terminal."""
     if os.environ.get("PYTHONBREAKPOINT") or _has_terminal():
         return sys.__breakpointhook__(*args, **kwargs)

@@ -162,8 +162,8 @@ def addresses_of(host: str) -> list[str]:
 
 def is_this_machine(host: str) -> bool:
     """Whether one of that host's addresses belongs to an interface of this machine."""
-    own = {_bare(each.address) for found in psutil.net_if_addrs().values() for each in found}
-    return any(_bare(address) in own or address.startswith("127.") for address in addresses_of(host))
+    own = {_without_zone(each.address) for found in psutil.net_if_addrs().values() for each in found}
+    return any(_without_zone(address) in own or address.startswith("127.") for address in addresses_of(host))
 
 
 def address_towards(host: str, port: int) -> str | None:
@@ -197,7 +197,7 @@ def is_loopback(host: str) -> bool:
 def interface_of(address: str) -> str | None:
     """The name of this machine's interface that has the address; None if none has."""
     for name, found in psutil.net_if_addrs().items():
-        if any(_bare(each.address) == _bare(address) for each in found):
+        if any(_without_zone(each.address) == _without_zone(address) for each in found):
             return name
     return None
 
@@ -210,5 +210,5 @@ def unknown_interfaces() -> Iterator[str]:
             yield f"{name}={os.environ[name]} names no network interface of this machine"
 
 
-def _bare(address: str) -> str:
+def _without_zone(address: str) -> str:
     return address.split("%")[0]  # fe80::1%eth0

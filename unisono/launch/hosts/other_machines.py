@@ -68,7 +68,7 @@ class OtherMachines:
         self._overwriting = Overwriting()  # of reports, from any machine
         self._is_over, self._is_closed = threading.Event(), threading.Event()
         self._threads = [
-            threading.Thread(target=_talk, args=(self,), name="unisono-machines", daemon=True),
+            threading.Thread(target=_run_exchange, args=(self,), name="unisono-machines", daemon=True),
             threading.Thread(target=_watch, args=(self,), name="unisono-silence", daemon=True),
         ]
 
@@ -104,14 +104,14 @@ class OtherMachines:
         finally:
             self.say(is_leaving=True)
             if is_host and self.round.has_failed():
-                self._linger()
+                self._linger_for_readers()
             self._is_over.set()
             self._has_news.set()
             for thread in self._threads:
                 if thread.ident is not None:
                     thread.join(self._beat_s)  # it may be waiting for an answer that never comes
 
-    def _linger(self) -> None:
+    def _linger_for_readers(self) -> None:
         deadline = time.monotonic() + _LINGER_S
         while time.monotonic() < deadline and not self._is_closed.is_set():
             if self.round.are_gone(time.monotonic(), self._patience_s):
@@ -148,7 +148,7 @@ class OtherMachines:
                 self._overwriting.note(error, f"the report of machine {number}")
 
 
-def _talk(others: OtherMachines) -> None:
+def _run_exchange(others: OtherMachines) -> None:
     """Body of the first thread. The agent itself notices a closed store."""
     try:
         others._exchange_reports()

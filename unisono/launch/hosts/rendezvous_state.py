@@ -94,17 +94,17 @@ class SealedBackend(RendezvousBackend):
         self._is_closed = True
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        found = self._open(self._call("get"))
+        found = self._open_state(self._call("get"))
         if found is not None:
             self.on_state(found[0])
         return found
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        sealed = self._seal(state)
-        found = self._open(self._call("compare_set", token or _NOTHING, sealed))
+        sealed = self._seal_state(state)
+        found = self._open_state(self._call("compare_set", token or _NOTHING, sealed))
         return None if found is None else (*found, found[1] == sealed)
 
-    def _open(self, value: bytes) -> tuple[bytes, bytes] | None:
+    def _open_state(self, value: bytes) -> tuple[bytes, bytes] | None:
         """The state that the store holds as this value, and the value that holds it now; None if there is none yet."""
         while value != _NOTHING or self._known is not None:
             try:
@@ -118,7 +118,7 @@ class SealedBackend(RendezvousBackend):
             except UnsignedError as error:
                 if self._known is None:
                     raise
-                value = self._call("compare_set", value, self._seal(self._known))
+                value = self._call("compare_set", value, self._seal_state(self._known))
                 passed_s = self._overwriting.note(error, "the state of the rendezvous, which is restored")
                 if passed_s > _OVERWRITTEN_S:  # the agents cannot meet
                     raise UnsignedError(
@@ -126,7 +126,7 @@ class SealedBackend(RendezvousBackend):
                     ) from None
         return None
 
-    def _seal(self, state: bytes) -> bytes:
+    def _seal_state(self, state: bytes) -> bytes:
         sealed = seal((self._number + 1).to_bytes(8) + state, self._place)
         if self._is_closed:  # checked later: what was sealed before is signed
             raise RendezvousClosedError

@@ -73,7 +73,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
     """
     log_dir = job.options.output.log_dir
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
-    _quieten()
+    _quieten_agent()
     with contextlib.ExitStack() as stack, variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
         stack.callback(use_secret, "")
         use_secret(options.secret)
@@ -194,7 +194,7 @@ def _agreed_name(store: Any, options: MachineOptions) -> str:
     return agreed if re.fullmatch(r"[\w.-]+_\d+", agreed) else own
 
 
-def _quieten() -> None:
+def _quieten_agent() -> None:
     """Silence the agent's own logging: we report failures once ourselves, and its first such line would import
     torch._dynamo, which takes two seconds, before anything is restarted. LOGLEVEL enables it again."""
     quieten_store()

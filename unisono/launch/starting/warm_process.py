@@ -80,14 +80,14 @@ class WarmProcess:
                 self._close_door()
             for key, _ in ready:
                 if key.fileobj is self.listener:
-                    if (command := self._accept()) is not None:
+                    if (command := self._accept_connection()) is not None:
                         return command
                 else:
-                    self._reap(key.fd)
+                    self._reap_stand_in(key.fd)
                 idle_since = time.monotonic()
         os._exit(0)
 
-    def _accept(self) -> Command | None:
+    def _accept_connection(self) -> Command | None:
         """Answer one connection."""
         sock, _ = self.listener.accept()
         fds: list[int] = []
@@ -148,7 +148,7 @@ class WarmProcess:
         wire.send(sock, {"cold": ""}, (pidfd,))
         return False
 
-    def _reap(self, pidfd: int) -> None:
+    def _reap_stand_in(self, pidfd: int) -> None:
         pid, sock = self.running.pop(pidfd)
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):

@@ -144,7 +144,7 @@ def hand_over(arguments: list[str]) -> int | None:
         if sock is None:
             return None
         with sock:
-            code, reason = _ask(sock, arguments)
+            code, reason = _ask_for_fork(sock, arguments)
         if not reason:
             return code
     except (OSError, EOFError) as error:
@@ -153,9 +153,9 @@ def hand_over(arguments: list[str]) -> int | None:
     return None
 
 
-def _ask(sock: socket.socket, arguments: list[str]) -> tuple[int, str]:
+def _ask_for_fork(sock: socket.socket, arguments: list[str]) -> tuple[int, str]:
     """The exit code of the stand-in, or why there is none."""
-    if open_here := _inheritable():
+    if open_here := _inheritable_descriptors():
         return 0, f"it would not have the open descriptors {open_here}"
     passed = [signum for name in _PASSED if not _is_ignored(signum := getattr(signal, name))]
     # Blocked until there is a process to pass them on to.
@@ -199,7 +199,7 @@ def _pass_on(stand_in: int, signum: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _inheritable() -> list[int]:
+def _inheritable_descriptors() -> list[int]:
     """The descriptors that a script would inherit besides its standard streams, as from `<(command)`."""
     found = []
     for each in map(int, os.listdir("/proc/self/fd")):
