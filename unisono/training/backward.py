@@ -86,7 +86,7 @@ class Passes:
         self._crossings = self._world.state.part(Crossings)
         self._finiteness = self._world.state.part(Finiteness)
         self._is_checked = False  # whether a model is prepared, at the first loss
-        self._losses = LossWatch(steps.world, weak_method(self._look))
+        self._losses = LossWatch(steps.world, weak_method(self._look_at_loss))
         self._claims: set[Claim] = set()  # of the batches of the forward passes since the last request
         self._call: tuple[Any, Origin | None] | None = None  # of `backward`, while it runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
@@ -124,7 +124,7 @@ class Passes:
         """Watch for a backward pass to reach these outputs of the model."""
         if engine.hooks.is_removed:
             return
-        arrive = partial(self._arrive, ref(self), ref(engine), origin)
+        arrive = partial(self._arrive_at_output, ref(self), ref(engine), origin)
         computed, shows_pass = [], False
         for each in tensors(outputs):
             if each.is_leaf and each.requires_grad:
@@ -147,7 +147,7 @@ class Passes:
         if self._world.comm.size > 1 or self.steps.policy.is_mean:
             self._losses.begin()
         weak = ref(self), ref(engine)
-        engine.watch_leaves(partial(self._arrive_at_leaf, *weak), partial(self._notice, *weak))
+        engine.watch_leaves(partial(self._arrive_at_leaf, *weak), partial(self._notice_arrival, *weak))
         if self.steps.step.policy.is_mean:
             engine.scale_leaves()
 
@@ -197,7 +197,7 @@ class Passes:
     def _trained(self) -> list[torch.Tensor]:
         return [each for engine in self._engines() for each in engine.members.trained()]
 
-    def _look(self, loss: torch.Tensor) -> None:
+    def _look_at_loss(self, loss: torch.Tensor) -> None:
         """If the loss of a pass that begins is not a mean over the samples, say why."""
         weight, named = self._call or (None, None)
         if weight is not None:
@@ -223,7 +223,7 @@ class Passes:
     def reduce(self, engine: Engine, optimizer: Optimizer | None = None) -> None:
         """Reduce what backward passes have left on this rank alone, at a step of the optimizer. A collective."""
         if engine.gradients.has_bypassed():
-            origin = self._bypassing(engine)
+            origin = self._origin_of_bypass(engine)
             if not self.steps.is_recent():
                 self._count_late(origin, engine)
             if origin.part != 1:
@@ -271,7 +271,7 @@ class Passes:
     # In a backward pass. Hooks hold their objects weakly: the garbage collector does not see autograd's references.
 
     @staticmethod
-    def _arrive(
+    def _arrive_at_output(
         passes: ref[Passes], engine: ref[Engine], origin: Origin, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Handle a gradient that flows from the loss into an output of the model."""
@@ -360,7 +360,7 @@ class Passes:
         return scaled(self.steps.step.scale(run.counted.visit) * run.part, gradient)
 
     @staticmethod
-    def _notice(passes: ref[Passes], engine: ref[Engine]) -> None:
+    def _notice_arrival(passes: ref[Passes], engine: ref[Engine]) -> None:
         """Handle the first gradient that arrives at the model in a pass: count the pass now, if no output has shown it
         and no leaf has a hook that would. Refuse an uneven part now, since other ranks may reduce now."""
         self, model = passes(), engine()
@@ -368,7 +368,7 @@ class Passes:
             return
         if model.passes.last is not None and model.passes.last.task == current_graph_task_id():
             return
-        if self._bypassing(model).part == 1:
+        if self._origin_of_bypass(model).part == 1:
             self._run(model, None)
         elif any(each.requires_grad and is_left_at(each) for each in model.leaves()):
             raise claims.bypassed(model.name)
@@ -422,7 +422,7 @@ class Passes:
             if named is not None and run.origin is not None:
                 self._check_named(engine, run.origin)
             known = named or run.origin
-            origin = known or self._bypassing(engine)
+            origin = known or self._origin_of_bypass(engine)
             if engine.passes.may_bypass and not is_named:  # by a part of the loss from another batch
                 claims.check_latest(origin, self._world)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
@@ -461,7 +461,7 @@ class Passes:
     def _parts(self) -> set[float]:
         return {each.part(self.steps.parts) for each in self._claims}
 
-    def _bypassing(self, engine: Engine) -> Origin:
+    def _origin_of_bypass(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""
         if engine.passes.graphs:  # of several batches: which one is not known
             found = list(dict.fromkeys(batch for each in engine.passes.graphs for batch in each.candidates))

@@ -67,11 +67,11 @@ class Finiteness:
         place = what, steps.step.number, None if batch is None else batch.number
         self._advice = _SKIPPING if steps.virtual is None else ""  # a round of virtual ranks ends with a step
         if is_here:
-            self._say(place, world, all(map(_is_finite, parameters())))
+            self._say_first(place, world, all(map(_is_finite, parameters())))
         else:
-            self._hold(value, place, world, parameters)
+            self._hold_value(value, place, world, parameters)
 
-    def _hold(self, value: torch.Tensor, place: _Place, world: World, parameters: _Parameters) -> None:
+    def _hold_value(self, value: torch.Tensor, place: _Place, world: World, parameters: _Parameters) -> None:
         """Keep, on the device, whether the value is finite; read what was kept before, if it is in main memory."""
         probe = self._probe()
         if probe is None:
@@ -83,7 +83,7 @@ class Finiteness:
             (flags, _, places), self._sent = self._sent, None
             for (is_finite, was_whole), each in zip(flags.tolist(), places, strict=True):
                 if not is_finite:
-                    self._say(each, world, was_whole)
+                    self._say_first(each, world, was_whole)
                     return
         if self._sent is None and len(self._held) >= _TOGETHER:
             flags = torch.stack([flag for *pair, _ in self._held for flag in pair]).view(-1, 2)
@@ -91,7 +91,7 @@ class Finiteness:
             self._sent = host, world.backend.mark(world.device, flags), [each for *_, each in self._held]
             self._held = []
 
-    def _say(self, place: _Place, world: World, was_whole: bool) -> None:
+    def _say_first(self, place: _Place, world: World, was_whole: bool) -> None:
         self.is_known, self._held, self._sent = True, [], None
         what, step, batch = place
         if not was_whole and world.rank != 0:

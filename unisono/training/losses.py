@@ -65,7 +65,7 @@ class LossWatch:
         has one of these numbers of samples."""
         if loss.numel() != 1 or loss.grad_fn is None or not _is_after(loss.grad_fn, self.begun):
             return None
-        for node, divisor in _scalars(loss.grad_fn):
+        for node, divisor in _scalar_nodes(loss.grad_fn):
             if node.name().startswith("NllLoss"):
                 said = self._describe_targets(node, divisor, rows)
             elif (
@@ -191,7 +191,7 @@ def _count(node: Any) -> float:
     return math.inf if terms is None else float(terms.numel())
 
 
-def _scalars(root: Any) -> Iterator[tuple[Any, float | None]]:
+def _scalar_nodes(root: Any) -> Iterator[tuple[Any, float | None]]:
     """The nodes that compute one number each, from the loss on, and its divisor in the loss; None if unknown."""
     left: list[tuple[Any, float | None]] = [(root, 1.0)]
     seen = {root}

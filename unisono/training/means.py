@@ -93,14 +93,14 @@ class Mean:
             ValueError: on all ranks, if no rank has added a sample.
         """
         with self.world.state.deliveries.evaluations.aside():  # `update` knows which loop it is for
-            (total, *_), count = self._reduce()
+            (total, *_), count = self._reduce_total()
         if not count:
             raise ValueError(f"the {type(self).__name__} holds no sample; call update(values, batch) in a loop first")
         return total / count
 
     def state_dict(self) -> dict[str, Any]:
         """The sum and the number of samples of all ranks; "rest" is what rounding took from the sum. A collective."""
-        (total, *rest), count = self._reduce()
+        (total, *rest), count = self._reduce_total()
         return {"sum": total, "count": count, "rest": rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class Mean:
             self._terms = _exact([*self._terms, *torch.stack(self._sums).tolist()])
             self._sums.clear()
 
-    def _reduce(self) -> tuple[list[float], int]:
+    def _reduce_total(self) -> tuple[list[float], int]:
         """The terms of the total, the rounded total first, and the number of samples."""
         self._add_up()
         sent = [self._count, *_exact(self._terms)[:_TERMS]]

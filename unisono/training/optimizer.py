@@ -167,7 +167,7 @@ def optimizer_step(
         with track.span(REDUCE):
             check_once(optimizer, trained_parameters(optimizer), world)
             if arguments.get("closure") is not None:
-                arguments["closure"] = _reducing(optimizer, arguments["closure"], world)
+                arguments["closure"] = _reducing_closure(optimizer, arguments["closure"], world)
             else:
                 # All ranks skip the step, or none does: the totals are equal on all of them.
                 is_empty = _is_counted(optimizer, hand) and steps.step.is_empty()
@@ -245,7 +245,7 @@ def warn_of_foreign_batches(world: World) -> None:
         )
 
 
-def _reducing(optimizer: Optimizer, closure: Callable[[], Any], world: World) -> Callable[[], Any]:
+def _reducing_closure(optimizer: Optimizer, closure: Callable[[], Any], world: World) -> Callable[[], Any]:
     """A closure for `optimizer`: each call is a separate step."""
     hand = world.state.part(ByHand)
     origin = find_origin(world)

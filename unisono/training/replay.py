@@ -62,7 +62,7 @@ class Replay:
         world.state.part(_OfRank).replay = self
         self._world = world
         if world.rank == 0:
-            world.timeline.write_digests = self._compare
+            world.timeline.write_digests = self._compare_line
         with files_kept(self.kept), preemption.scope():  # outside, the run has not ended early
             yield
 
@@ -127,7 +127,7 @@ class Replay:
         if debugger.stopframe is not debugger.botframe or debugger.breaks:  # it does not just continue
             sys.settrace(debugger.trace_dispatch)
 
-    def _compare(self, line: dict[str, Any]) -> None:
+    def _compare_line(self, line: dict[str, Any]) -> None:
         """Take what would be a line of a record; report a difference as soon as there is one."""
         self.replayed.add(line)
         if "settings" in line:

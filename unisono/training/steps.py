@@ -100,7 +100,7 @@ class Steps(Machine):
         if step.visits:
             self.join_microbatch(visit, step, optimizers)
             if step.policy.is_mean and (misfit := step.misfit(visit)):
-                raise ValueError(_why(misfit))
+                raise ValueError(_describe_misfit(misfit))
         self.add_visit(step, visit)  # an error above leaves the step as it was
         return visit
 
@@ -182,7 +182,7 @@ class Steps(Machine):
         return sum(each.samples for each in counted) / total if total else 1 / self.parts
 
 
-def _why(misfit: Misfit) -> str:
+def _describe_misfit(misfit: Misfit) -> str:
     if misfit.reason == UNITS:
         return (
             "one microbatch of this step has a weight of its own, another one has none; pass backward(..., weight=) "

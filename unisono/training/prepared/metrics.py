@@ -144,10 +144,10 @@ def synchronize_metric(metric: Any, world: World) -> None:
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)
             each.distributed_available_fn = lambda: world.world_size > 1
-            each.update = wraps(each.update)(partial(_update, each, each.update, world))
+            each.update = wraps(each.update)(partial(_update_samples, each, each.update, world))
 
 
-def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, **kwargs: Any) -> Any:
+def _update_samples(metric: Any, update: Callable[..., Any], world: World, *args: Any, **kwargs: Any) -> Any:
     """Update a metric with this rank's rows; ValueError if they are those of all ranks. No rows, or those of a batch
     that counts nowhere, change nothing."""
     loop = next(iter(world.state.deliveries.open_loops()), None)

@@ -175,7 +175,7 @@ class Stepper:
         if closure is not None:
             check_closure(self._steps, self._scaler is not None)
         if not self._steps.request(self.optimizer):
-            self._skip()
+            self._skip_step()
             return None
         track, before = self.world.timeline.loop(), self.taken.steps
         self.was_skipped = False
@@ -184,7 +184,7 @@ class Stepper:
             for check in self.checks[:]:  # one may be for the first steps only
                 check()
             if closure is not None:
-                closure = self._reducing(closure)
+                closure = self._reducing_closure(closure)
             elif self._steps.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
                 for engine in self._engines:
                     engine.skip_step(self.optimizer)
@@ -233,7 +233,7 @@ class Stepper:
             if engine.is_due(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce(engine, self.optimizer)
-            # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
+            # With accumulation, assigned gradients belong to no counted microbatch; `_skip_step` refuses them.
             elif not is_mean and engine.has_assigned(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce_assigned(engine)
@@ -311,7 +311,7 @@ class Stepper:
         device_steps += math.ceil(dealt / self._steps.step.per_device_step())
         self.taken = _taken((steps + 1, batches + dealt, device_steps))
 
-    def _skip(self) -> None:
+    def _skip_step(self) -> None:
         """Handle a request that is not taken: check that some request could be."""
         parameters = trained_parameters(self.optimizer)
         if not self._steps.step.visits or self._steps.step.state == TAKEN:
@@ -340,7 +340,7 @@ class Stepper:
             elif self._max_grad_norm is not None or not self.taken.steps:
                 self._finish()
             if self._passes.went_past and self.world.rank == 0:  # no loss was seen
-                self._look()
+                self._look_at_gradients()
             if self._scaler is not None:
                 return self._scaler.step(self.optimizer, **arguments)
             self._count_step()
@@ -348,7 +348,7 @@ class Stepper:
         finally:
             stepping.discard(id(self.optimizer))
 
-    def _look(self) -> None:
+    def _look_at_gradients(self) -> None:
         """Check whether the gradients are finite."""
         finiteness, trained = self.world.state.part(Finiteness), trained_parameters(self.optimizer)
         if not finiteness.is_known and (gradient := small_gradient(trained)) is not None:
@@ -361,7 +361,7 @@ class Stepper:
         if self._max_grad_norm is not None:
             clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
 
-    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _reducing_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduce() -> float:
             self.reduce()
             self._finish()
