@@ -90,7 +90,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             accelerator.backward(loss)  # so does loss.backward(), except for fp16 and weights
             optimizer.step()
 
-    The gradient that `optimizer.step()` applies is that of the mean loss over all samples of the step, on all ranks.
+    `optimizer.step()` applies the gradient of the mean loss over all samples of the step, on all ranks.
 
     Args:
         device: the device of a run with one rank; None uses the current world's. With several ranks, each has its own.
@@ -558,7 +558,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._states.check_round("digest")
         if not self._prepared.modules():
             raise RuntimeError("no model is prepared, of which digest() could be; call prepare(model, ...) before")
-        with self.world.state.deliveries.evaluations.aside():  # which counts nothing of a loop
+        with self.world.state.deliveries.evaluations.aside():  # it counts nothing of a loop
             self.world.comm.announce("digest")
             found = hashlib.sha256()
             for module in self._prepared.modules():

@@ -97,7 +97,7 @@ class Backend(ABC):
         return self.device_count() > 0
 
     def unavailable_reason(self) -> str:
-        """Why none can, and the way out, in words; "" where all there is to say is that there is none."""
+        """Why none can, and the way out, in words; "" where there simply is none."""
         return ""
 
     def unused_hardware(self) -> str:

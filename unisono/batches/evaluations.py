@@ -22,7 +22,7 @@ class Evaluations:
     """The evaluations of one rank. Before `follow`, and on all ranks but one, it sees nothing.
 
     Attributes:
-        is_awaited: whether a loop has ended and nothing of it has been gathered so far.
+        is_awaited: whether a loop has ended that nothing has been gathered from so far.
         num_met: grows whenever the ranks have met for something that the program's loop has asked for, or a metric was
             updated: they meet for that later.
     """

@@ -26,7 +26,7 @@ from unisono.devices.randomness import mixed, seed_all, seed_of
 T = TypeVar("T")
 
 WITNESS = 0
-"""The turn of a witness in its round: a batch of another rank that is computed once more, and counts nowhere."""
+"""The turn of a witness in its round: a batch of another rank that is computed again, and counts nowhere."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Virtual:
 
     Attributes:
         count: their number.
-        witness_every: once in that many steps, each rank also computes a batch of the next rank, and the two gradients
+        witness_every: once in this many steps, each rank also computes a batch of the next rank, and the two gradients
             are compared, bit by bit: silent data corruption is found (docs/virtual_ranks.md). None: never.
         balance: let slow ranks carry fewer, as measured while they train. The ranks then have different numbers of
             batches in a round, and gather nothing for each batch.

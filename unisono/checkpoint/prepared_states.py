@@ -69,7 +69,7 @@ class PreparedStates:
         self._home: Home | None = None  # where this script looks for a checkpoint to continue from
 
     def keep_snapshots(self, every: int, kept: int) -> None:
-        """From now on, take a snapshot every that many steps, and keep the last ones."""
+        """From now on, take a snapshot once in that many steps, and keep the last ones."""
         self._snapshots = Snapshots(self._steps, every, kept, self._num_steps, self._describe)
 
     def drop_snapshots(self) -> None:

@@ -242,7 +242,7 @@ def describe_missing(parts: Sequence[Snapshot]) -> str:
 
 
 def read_part(file: int, part: Part) -> Content:
-    """What is in a part. Its own tensors are views of the memory, but for scalars, which an optimizer may keep."""
+    """What is in a part. Its own tensors are views of the memory, except for scalars, which an optimizer may keep."""
     ends = _unpacked(os.pread(file, _HEADER.size, part.at))[1]
     memory = mmap.mmap(file, ends.rest, offset=part.at)
     words, (of, places) = _tensor_of(memory)[_PAGE:], pickle.loads(memory[ends.tensors : ends.keys])

@@ -304,7 +304,7 @@ class Snapshots:
             self._neighbours.wait()
 
     def _are_machines_alike(self) -> bool:
-        """Whether each rank has one of its number on the next machine. A collective."""
+        """Whether each rank has one with its number on the next machine. A collective."""
         counts = self._world.comm.all_gather_object(self._world.local_world_size)
         if len({*counts}) > 1 and self._world.rank == 0:
             logger.warning(

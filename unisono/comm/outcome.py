@@ -110,7 +110,7 @@ class Outcome(Generic[T]):
                 remote.sent = {name: fields[name] for name in ("payload", "type", "message")}
             if fields["traceback"]:
                 text = fields["traceback"]
-                # Python shows the error itself once more, after it.
+                # Python shows the error itself again, after it.
                 shown = fold_frames(text).removesuffix("".join(traceback.format_exception_only(error))).rstrip()
                 error.__cause__ = RemoteTraceback(text, shown.removesuffix(_CAUSED).rstrip() + "\n")
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])

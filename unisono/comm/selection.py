@@ -124,6 +124,6 @@ def raise_translated(error: BaseException, comm: Communicator) -> None:
 
 
 def translate_error(error: BaseException, comm: Communicator) -> BaseException:
-    """Translate an error of the transport, also in torch's engines, if its reason is known; return any other."""
+    """Translate an error of the transport, even in torch's engines, if its reason is known; return any other."""
     inner = innermost(comm)
     return inner.explain(error) if is_of_transport(error) and isinstance(inner, ProcessCommunicator) else error

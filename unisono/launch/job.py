@@ -83,7 +83,7 @@ class Job:
         held_memory: the path of the memory that its launcher holds; "" for none.
         groups_before: how many groups of the same run were started before this one.
         done_before: the optimizer steps that the attempt before had done; 0 if there was none.
-        place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
+        place: the first worker's on this machine; without an address, the ranks meet in the group's directory.
         secret: signs what such ranks send one another by gloo: other users reach the loopback, too.
     """
 
@@ -149,8 +149,8 @@ def rendezvous() -> Iterator[Path]:
 
 @contextmanager
 def private_directory(kind: str) -> Iterator[Path]:
-    """Create a directory that only its user can open, in that of the group whose worker this is, or else in TMPDIR;
-    remove it after the block. Remove those, of any kind, that dead processes have left there."""
+    """Create a directory that only its user can open, in that of this worker's own group, or else in TMPDIR; remove it
+    after the block. Remove those, of any kind, that dead processes have left there."""
     import fcntl  # Unix only
 
     outer, creator = os.environ.get(OUTER_DIRECTORY, ""), os.getpid()

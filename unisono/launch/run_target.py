@@ -116,7 +116,7 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     run and its machine. WorkerDiedError if it called `sys.exit` with a code other than 0."""
     world = current_world()
     before = getattr(world.comm, "progress", None)
-    accept_device_ids(say_once)  # also where the single worker is this process
+    accept_device_ids(say_once)  # even where the single worker is this process
     if world.timeline.write_digests is not None:
         world.state.command = describe_command(target)
     try:

@@ -45,7 +45,7 @@ _IN_SHARED_MEMORY = (
 
 
 def let_scripts_initialise(say: Callable[[str], None]) -> None:
-    """Allow a script to initialise the default process group of this process, which exists already, once more.
+    """Allow a script to initialise the default process group of this process again, though it exists already.
 
     Destroying that group does not hang while models that it has reduced still exist, and the collectives of all groups
     that a script creates count as progress. `say` gets what the user is to know, from one rank.

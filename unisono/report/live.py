@@ -151,8 +151,8 @@ class LiveFigures:
         world.timeline.at_sample.append(self._find_slowest)
 
     def parts(self, is_last: bool = False) -> list[str]:
-        """The figures of about the last second, the most important first; at last, those of the time since the
-        beginning. [] if there are none yet."""
+        """The figures of about the last second, the most important first; at the end, those since the beginning. [] if
+        there are none yet."""
         if is_last or time.monotonic() >= self._next:
             now = summarise(self._world, is_own_thread=False)
             self._parts = self._describe(_summary_between(self._first if is_last else self._last, now), now.steps)

@@ -1,4 +1,4 @@
-"""A run that has left records (`report/record.py`), read during it or afterwards."""
+"""A run that has left records (`report/record.py`), read while it is in progress or afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the files of a run as they are while its script runs once more (`unisono replay`).
+"""Keeps the files of a run as they are while its script runs again (`unisono replay`).
 
 *Threads:* any thread that opens a file calls the guard.
 """

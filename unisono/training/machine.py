@@ -432,7 +432,7 @@ class Machine:
         """Continue in the middle of a step; its last visit is over."""
         self.step, step.policy = step, self.policy
         last = max((each.microbatch for each in step.visits), default=0)
-        for each in step.visits:  # over for each optimizer, also for those without a request in this run
+        for each in step.visits:  # over for each optimizer, even for those without a request in this run
             each.microbatch -= last
         self.now = self.requested = 1
 

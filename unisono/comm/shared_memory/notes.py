@@ -43,7 +43,7 @@ class Notes:
         self._starts = self._pages[self._number % 2]
         at = self._starts[self._rank] // 4
         self._length, self.is_full = 0, False
-        # The length first: under the new number, nothing of the old notes may be read.
+        # The length first: under the new number, none of the old notes may be read.
         self._words[at + 1] = 0
         self._words[at] = self._number % _WORD
 

@@ -140,7 +140,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         place = parts[self.rank()]
         fits = torch.tensor([(place.shape, place.dtype) == (own.shape, own.dtype)], device=HOST)
         all_fit = torch.empty(self.size(), dtype=torch.bool, device=HOST)
-        self.all_gather_single(all_fit, fits)  # or those that fit would wait for the rank that is told
+        self.all_gather_single(all_fit, fits)  # or those that fit would wait for the rank that gets the error
         if not all_fit.all():
             raise RuntimeError(
                 f"all_gather sends {list(own.shape)} of {own.dtype}, and this rank's part of the output is "

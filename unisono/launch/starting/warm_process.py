@@ -1,6 +1,6 @@
 """The process of `unisono warm`: it has imported modules and run nothing, and forks a stand-in for each command.
 
-It stays until it is told to end, has been idle for a while, or a file that it has imported has changed. Then it takes
+It stays until it is asked to end, has been idle for a while, or a file that it has imported has changed. Then it takes
 no more commands, and waits for those still running, since it alone learns how they end.
 
 *Threads:* one, as it forks.

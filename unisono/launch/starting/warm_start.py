@@ -35,7 +35,7 @@ _FREE = {  # of a terminal or a session: no import depends on them
 }
 _PASSED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGWINCH", "SIGTSTP", "SIGCONT")
 _MOST = 100  # bytes of the path of a socket, which the system limits
-_ANSWER_S = 10.0  # for the warm process to check its files and fork, also on a busy machine
+_ANSWER_S = 10.0  # for the warm process to check its files and fork, even on a busy machine
 
 
 def socket_path() -> Path:
