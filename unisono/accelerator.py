@@ -87,7 +87,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)  # so does loss.backward(), except for fp16 and weights
+            accelerator.backward(loss)  # or loss.backward(), except for fp16 and weights
             optimizer.step()
 
     `optimizer.step()` applies the gradient of the mean loss over all samples of the step, on all ranks.
@@ -108,11 +108,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
             first `prepare` with a model, each rank's generators continue from a seed of their own.
         virtual_ranks: compute what that many devices would compute, with the same bits on any number of ranks up to it
-            (docs/virtual_ranks.md). `Virtual(8, witness_every=100)` also finds devices that compute wrong numbers.
+            (docs/virtual_ranks.md). `Virtual(8, witness_every=100)` also looks for devices that compute wrong numbers.
             None: each rank is one.
-        digest_every: with virtual ranks, in a run that is recorded: every how many steps of an optimizer one has
-            digests, so that `unisono compare` finds where two runs differ. The last step of an epoch has them, too. 0:
-            no step has.
+        digest_every: with virtual ranks, in a recorded run: every n-th step of an optimizer has digests, so that
+            `unisono compare` finds where two runs differ. The last step of an epoch has them, too. 0: no step has.
         cpu: use the CPU, even if there are accelerators.
         device_placement: move models, optimizer states and batches to the device; False moves nothing.
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets

@@ -131,7 +131,7 @@ class _SlurmRun:
                 self._missing.clear()
 
     def ask_to_stop(self) -> None:
-        # scancel would wait for a job that has not begun: nothing there can be asked.
+        # scancel would wait for a job that has not begun, where nothing can be asked.
         self._cancel(*(["--signal=TERM"] if self._state == "RUNNING" else []))
 
     def kill(self) -> None:

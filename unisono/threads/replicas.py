@@ -159,7 +159,7 @@ def _dismiss(queues: Sequence[SimpleQueue[_Call | None]]) -> None:
 
 
 def modes_of_this_thread(families: Iterable[str]) -> Callable[[Callable[[], T]], T]:
-    """Returns a function that calls another one in another thread, once, under the modes of this thread."""
+    """Return what calls a function once in another thread, under the modes of this thread."""
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     casting = [each for each in {HOST.type, *families} if torch.is_autocast_enabled(each)]
     dtypes, caches = [torch.get_autocast_dtype(each) for each in casting], torch.is_autocast_cache_enabled()
