@@ -1,7 +1,7 @@
 """Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result.
 
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
-costs nothing. Four modules have public names of their own: `unisono.checkpoint` (saving and loading, `serialize`),
+costs nothing. Four modules have their own public names: `unisono.checkpoint` (saving and loading, `serialize`),
 `unisono.errors`, `unisono.functional` (collectives with gradients) and `unisono.strategies` (options of the
 Accelerator's).
 """
@@ -116,7 +116,7 @@ if not TYPE_CHECKING:  # for a type checker there are the imports above, and no 
         if name in _MODULES:
             return import_module(f"unisono.{name}")
         if name not in _HOME_OF:
-            # Before Python 3.12, `from unisono import ...` makes an error without advice of an AttributeError.
+            # Before Python 3.12, `from unisono import ...` turns an AttributeError into an error without advice.
             if sys._getframe(1).f_code.co_name == "_handle_fromlist":
                 _advise(name)
             raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])

@@ -2,7 +2,7 @@
 
 Each method is one call into a package; examples/by_hand.py shows the same loop without it.
 
-The accelerator owns what its models and optimizers share (the loss scaler, the steps), for as long as it lives.
+The accelerator owns what its models and optimizers share (the loss scaler, the steps) as long as it lives.
 
 *Threads:* one accelerator per rank, used in the thread of the rank's loop.
 """
@@ -75,7 +75,7 @@ Loader: TypeAlias = DataLoader[Any]
 if TYPE_CHECKING:
 
     class PreparedLoader(DeviceLoader, DataLoader[Any]):  # type: ignore[misc]
-        """What a DataLoader becomes: a DeviceLoader, which has its attributes, too, and may take its name."""
+        """What a DataLoader becomes: a DeviceLoader, which also has its attributes, and may take its name."""
 
 
 @explain_unknown_names({name: f"pass mixed_precision={name!r}" for name in ("bf16", "fp16")})
@@ -87,10 +87,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)  # loss.backward() does as well, but for fp16 and weights
+            accelerator.backward(loss)  # or loss.backward(), except for fp16 and weights
             optimizer.step()
 
-    The gradient that `optimizer.step()` applies is that of the mean loss over all samples of the step, on all ranks.
+    `optimizer.step()` applies the gradient of the mean loss over all samples of the step, on all ranks.
 
     Args:
         device: the device of a run with one rank; None uses the current world's. With several ranks, each has its own.
@@ -107,16 +107,15 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         compile: compile the models; a mapping holds the arguments of `torch.compile`.
         seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
             first `prepare` with a model, each rank's generators continue from a seed of their own.
-        virtual_ranks: compute what so many devices would compute, with the same bits on any number of ranks up to it
-            (docs/virtual_ranks.md). `Virtual(8, witness_every=100)` also looks for devices that compute wrong. None:
-            each rank is one.
-        digest_every: with virtual ranks, in a run that is recorded: how many steps of an optimizer lie between two with
-            digests, by which `unisono compare` finds where two runs differ. The last step of an epoch has them, too.
-            0: none has.
+        virtual_ranks: compute what that many devices would compute, with the same bits on any number of ranks up to it
+            (docs/virtual_ranks.md). `Virtual(8, witness_every=100)` also looks for devices that compute wrong numbers.
+            None: each rank is one.
+        digest_every: with virtual ranks, in a recorded run: every n-th step of an optimizer has digests, so that
+            `unisono compare` finds where two runs differ. The last step of an epoch has them, too. 0: no step has.
         cpu: use the CPU, even if there are accelerators.
         device_placement: move models, optimizer states and batches to the device; False moves nothing.
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets
-            batches of that size. A `DeviceLoader` has a `split` of its own.
+            batches of that size. A `DeviceLoader` has its own `split`.
         num_workers: "auto": DataLoaders over map-style datasets get as many loader workers as the loop needs, found
             while it runs (docs/loading.md). None: as each DataLoader says.
         sync_batchnorm: compute BatchNorm's statistics over the global batch.
@@ -128,11 +127,11 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             are installed), objects with the methods of `unisono.Tracker`, or a list of these.
         project_dir: the directory for trackers and checkpoints; None uses "runs" in the working directory.
         total_limit: the number of numbered checkpoints to keep; None keeps all.
-        snapshot_every: after how many optimizer steps the state is copied into memory that outlives the workers, from
-            which `load_state` continues in a restarted group (docs/fault_tolerance.md). None: as `unisono run
+        snapshot_every: after how many optimizer steps the state is copied into memory that outlives the workers: in a
+            restarted group, `load_state` continues from it (docs/fault_tolerance.md). None: as `unisono run
             --snapshot-every` or spawn(snapshot_every=) say; without them, never.
         snapshots: how many of them are kept, for `rewind()`, besides the one that is being taken.
-        world: None uses the current one. A process that torchrun, SLURM, Kubernetes or mpirun has started beside others
+        world: None uses the current one. A process that torchrun, SLURM, Kubernetes or mpirun has started among others
             joins them first, by `join_world()`.
 
     Attributes:
@@ -220,7 +219,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             partial(_prepared_loader, self.world, device_placement, split_batches, seed, virtual_ranks, num_workers),
             schedule_unit,
         )
-        if self.world.rank == 0 < self.world.world_size - 1:  # one rank tells
+        if self.world.rank == 0 < self.world.world_size - 1:  # one rank says it
             begun = getattr(innermost(self.world.comm), "num_begun", None)
             self.world.state.deliveries.lone_steps.follow(begun, NOTHING)
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
@@ -229,7 +228,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             check_snapshots(every, snapshots, self.world, options)
             self._states.keep_snapshots(every, snapshots)
 
-    # A type checker knows what becomes of a model, an optimizer and a scheduler, and of a loader, in the usual orders.
+    # A type checker knows what becomes of a model, an optimizer, a scheduler and a loader, in the usual orders.
     @overload
     def prepare(self, a: Kept, /) -> Kept: ...
     @overload
@@ -272,8 +271,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         A model is moved to the device and given the parameters of rank zero; the returned one behaves the same. An
         optimizer is returned itself, holding the moved parameters (with "zero1", another one in its place). A
         DataLoader, or any other iterable of batches, becomes a `DeviceLoader`. A metric of torchmetrics is returned
-        itself, and gathers over the ranks when it computes. A parameter that is no model's, or any other leaf tensor
-        that requires gradients, is moved and returned itself.
+        itself, and gathers over the ranks when it computes. A parameter that belongs to no model, or any other leaf
+        tensor that requires gradients, is moved and returned itself.
 
         Returns:
             The prepared objects, in the order given; for one argument, that object alone.
@@ -342,11 +341,11 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             retain_graph: keep the graph for another backward pass.
 
         Raises:
-            TypeError: the loss is no tensor.
-            ValueError: as for `unisono.backward`; or it is unknown of which batch the inputs are, and with
+            TypeError: the loss is not a tensor.
+            ValueError: as for `unisono.backward`; or it is unknown which batch the inputs belong to, and with
                 `gradient_accumulation_steps` > 1 that decides which microbatches make a step.
         """
-        if type(loss) is not torch.Tensor:  # spares the call
+        if type(loss) is not torch.Tensor:  # saves the call
             check_type(loss, "loss", "pass the tensor that the loss function returned", torch.Tensor)
         if self.scaler is not None and self._steps.begins_step():
             # All microbatches of a step must have one loss scale, so an update waits for the next step.
@@ -407,7 +406,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             The norm before clipping, a 0-dim tensor; None while microbatches accumulate.
 
         Raises:
-            RuntimeError: `error_if_nonfinite`, and the norm is infinite or NaN; on all ranks, which have one norm.
+            RuntimeError: `error_if_nonfinite`, and the norm is infinite or NaN; on all ranks, which share it.
         """
         return self._prepared.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
@@ -425,8 +424,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._prepared.clip_value(parameters, clip_value, foreach)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """With "fp16", unscale the gradients. They are reduced first, so that every rank must call it; the step does
-        neither again. Does nothing while microbatches accumulate.
+        """With "fp16", unscale the gradients. They are reduced first, so every rank must call it; the step does neither
+        again. Does nothing while microbatches accumulate.
 
         Args:
             optimizer: a prepared optimizer, or several; None means all of them.
@@ -439,7 +438,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """A block at whose end the gradients of the step so far are reduced, after forward passes under `no_sync`;
+        """A block that reduces the gradients of the step so far when it ends, after forward passes under `no_sync`;
         without it, `optimizer.step()` reduces them. Does nothing while microbatches accumulate.
 
         Args:
@@ -477,12 +476,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Args:
             values: a tensor, or any nesting of tensors, with one row per sample of a batch; rows that repeat samples
                 (padding) are left out. A tensor of the batch itself, or an output of a prepared model, identifies its
-                batch. Others with as many rows are of the batch that this rank received last.
+                batch. Others with as many rows belong to the batch that this rank received last.
             valid_samples: for rows that do not come from one batch: how many of them count, from the front.
 
         Raises:
-            ValueError: some batch has repeated samples, and it is unknown which rows of the values do; or they are of
-                several batches, of which different rows count.
+            ValueError: some batch has repeated samples, and it is unknown which rows of the values do; or they belong
+                to several batches, and different rows count.
             TypeError: as for `unisono.all_gather_samples`.
             CollectiveMismatchError: the ranks received these batches in different rounds; or they make different calls.
         """
@@ -547,7 +546,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     def digest(self) -> str:
         """A SHA-256 of the names, parameters and buffers of all prepared models, in the order of their preparation, as
-        64 hexadecimal digits: two runs that have the same one have the same bits.
+        64 hexadecimal digits: two runs with the same digest have the same bits.
 
         Under strategy "fsdp" every rank must call it.
 
@@ -558,7 +557,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._states.check_round("digest")
         if not self._prepared.modules():
             raise RuntimeError("no model is prepared, of which digest() could be; call prepare(model, ...) before")
-        with self.world.state.deliveries.evaluations.aside():  # which counts nothing of a loop
+        with self.world.state.deliveries.evaluations.aside():  # it counts nothing of a loop
             self.world.comm.announce("digest")
             found = hashlib.sha256()
             for module in self._prepared.modules():
@@ -576,7 +575,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Returns:
             The state, on every rank. Where ranks have parts of it ("fsdp"; of an optimizer also "zero1"), it is on rank
-            zero, and what the others get is empty and can be passed to `load_state_dict`; to read or to save it is a
+            zero, and the others get an empty one that can be passed to `load_state_dict`; reading or saving it is a
             CheckpointError.
 
         Raises:
@@ -604,7 +603,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             prepared: a prepared model or optimizer.
-            state: with the names of the module that was given to `prepare`; what other ranks than zero pass is ignored.
+            state: with the names of the module that was given to `prepare`; only rank zero's counts.
         """
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, state, self.world)
@@ -614,7 +613,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
 
 def _joined_world(family: str | None) -> World:
-    """The caller's world; if a launcher has started this process beside others, it joins them first."""
+    """The caller's world; if a launcher has started this process among others, it joins them first."""
     with suppress(NoWorldError):
         return current_world()
     from unisono.launch.hosts.join_world import join_world  # here: most processes do without
@@ -625,7 +624,7 @@ def _joined_world(family: str | None) -> World:
 def _prepared_loader(
     world: World, moves: bool, splits: bool, seed: int | None, virtual: Any, workers: Any, loader: Any
 ) -> Any:
-    """The loader of this rank; those of this package stay what they are."""
+    """The loader of this rank; loaders of this package stay as they are."""
     if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
         count = None if virtual is None else virtual_of(virtual).count
         if loader.num_virtual != count:

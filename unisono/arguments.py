@@ -12,7 +12,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def check_type(value: Any, name: str, advice: str, *kinds: Any) -> None:
-    """Check that an argument is of one of these types; a TypeError names its type, and gives the advice. A bool is no
+    """Check that an argument has one of these types; a TypeError names its type, and gives the advice. A bool is not a
     number, unless `bool` is one of them."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"{name}={value!r:.200} is of type {type(value).__name__}; {advice}")

@@ -20,7 +20,7 @@ The type says who is to blame::
         ├── NoCheckpointError       there is no checkpoint
         ├── DamagedCheckpointError  it is not what was written
         ├── CheckpointVersionError  it was written by a newer unisono
-        └── CheckpointMismatchError (ValueError)  it is of other objects than those it is loaded into
+        └── CheckpointMismatchError (ValueError)  it holds other objects than those it is loaded into
 
     RemoteTraceback (Exception)   never raised: the `__cause__` of an exception that crossed a process
     StoppedError (SystemExit)     the ranks agreed to stop early, by `should_stop`; ends a script with code 143
@@ -33,8 +33,8 @@ from collections.abc import Sequence
 
 
 class UnisonoError(RuntimeError):
-    """Base class of the errors that this package raises. Pickle rebuilds them from `args`, of which the first is the
-    message, and the others are their attributes."""
+    """Base class of the errors that this package raises. Pickle rebuilds them from `args`: first the message, then
+    their attributes."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -45,7 +45,7 @@ class NoWorldError(UnisonoError):
 
 
 class BrokenWorldError(UnisonoError):
-    """A peer failed or left, so no collective of this world can complete any more.
+    """A peer failed or left, so no collective of this world can complete.
 
     This is a secondary error: the caller of `spawn` or `DataParallel` gets the peer's own exception instead.
     """
@@ -55,7 +55,7 @@ class CollectiveMismatchError(UnisonoError):
     """Two ranks called different collectives, or the same one with different shapes, types or arguments.
 
     Attributes:
-        odd_ranks: the fewest ranks that did the same; the traceback that is shown is of one of them.
+        odd_ranks: the fewest ranks that did the same; the traceback that is shown comes from one of them.
     """
 
     def __init__(self, message: str, odd_ranks: Sequence[int] = ()) -> None:
@@ -83,7 +83,7 @@ class CorruptedComputeError(UnisonoError):
     Attributes:
         step: the number of the step, in this run.
         virtual_rank: the first one whose gradients differ.
-        rank, witness: the rank that carries it, and the one that has computed it, too.
+        rank, witness: the rank that carries it, and the one that computed it, too.
         name: the first of its parameters whose gradient differs.
     """
 
@@ -98,7 +98,7 @@ class MixedPlacementError(UnisonoError):
 
 
 class ClosedError(UnisonoError):
-    """The object was closed by its owner and cannot be used any more."""
+    """The object was closed by its owner and can no longer be used."""
 
 
 class BusyError(UnisonoError):
@@ -180,7 +180,7 @@ class CheckpointVersionError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint is of other objects, another model for example, than those it is loaded into."""
+    """The checkpoint holds other objects, such as another model, than those it is loaded into."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own

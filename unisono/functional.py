@@ -57,7 +57,7 @@ def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> tor
     """Concatenate the tensors of all ranks along `dim`, as `unisono.all_gather`; differentiable.
 
     Args:
-        x: of the same shape on each rank; of no dimensions, it becomes a vector.
+        x: of the same shape on each rank; without dimensions, it becomes a vector.
 
     Returns:
         A new tensor, `world_size` times as large along `dim`. The gradient of `x` is the sum over the ranks of their

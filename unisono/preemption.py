@@ -2,11 +2,11 @@
 
 A scheduler that needs the machine sends SIGTERM, to every process of a job or to its first one, and SIGKILL a little
 later. Once this process *handles* the signal, it only notes its arrival; the loop checks at step boundaries. The first
-Ctrl-C is such a request, too, unless the program has a handler of its own, or the caller takes it.
+Ctrl-C is such a request, too, unless the program has its own handler, or the caller takes it.
 
 Loader workers must live as long, or the loop would fail before it can save. Those that are forked while this process
-handles the signal, or after `shield_loader_workers`, ignore it, except when it comes from their parent, by which torch
-ends a stuck worker. SIG_IGN is not sufficient: torch gives each loader worker its own handler, in C++, which ends it.
+handles the signal, or after `shield_loader_workers`, ignore it, except when it comes from their parent: torch ends a
+stuck worker with it. SIG_IGN is not sufficient: torch gives each loader worker its own handler, in C++, which ends it.
 So the signal is blocked there, which no handler can undo, and a thread takes it instead. No other fork is shielded: a
 blocked signal stays blocked in whatever program it executes, and a user's `multiprocessing.Pool` is ended by it.
 
@@ -53,7 +53,7 @@ def handle(warnings: Sequence[int] = ()) -> None:
     The signals `warnings` set the flag, too, but call their handlers only after the ranks have agreed to stop.
 
     Raises:
-        UnisonoError: this is the first call, and neither is it made in the main thread nor does that serve.
+        UnisonoError: this is the first call, it is not in the main thread, and the main thread does not serve.
     """
     global _is_handled
     if _is_handled:
@@ -99,7 +99,7 @@ def serving(orders: SimpleQueue[Callable[[], object] | None]) -> Iterator[None]:
     finally:
         with _serving_lock:
             _served.remove(orders)
-        while not orders.empty():  # who has put it waits for it
+        while not orders.empty():  # the thread that put it waits for it
             if (order := orders.get()) is not None:
                 order()
 
@@ -136,7 +136,7 @@ def leave_interrupts() -> None:
 
 
 def is_requested() -> bool:
-    """Whether this process was asked to stop: SIGTERM has arrived since it is handled."""
+    """Whether this process was asked to stop: SIGTERM has arrived since it began to handle it."""
     return _requested > 0
 
 
@@ -231,8 +231,8 @@ def _begin_child() -> None:
 
 
 def _is_loader_worker(forking: FrameType) -> bool:
-    """Whether the frame that has called `os.fork` is multiprocessing's, starting a loader worker of torch."""
-    # The module is that of the function which such a worker runs.
+    """Whether the frame that called `os.fork` is multiprocessing's, starting a loader worker of torch."""
+    # The module is that of the function that such a worker runs.
     process = forking.f_locals.get("process_obj")
     return getattr(getattr(process, "_target", None), "__module__", None) == LOADER_WORKER_MODULE
 

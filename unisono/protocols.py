@@ -50,11 +50,11 @@ class Backend(ABC):
     no `activate`, and returns a batch in main memory unchanged, with None as its token."""
 
     moves_in_loop = False
-    """Whether only the thread that computes may use its devices. Then no other one calls a member that takes a device
-    or a token, and a batch is moved when its loop asks for it."""
+    """Whether only the thread that computes may use its devices. Then no other thread calls a member that takes a
+    device or a token, and a batch is moved when its loop asks for it."""
 
     is_lazy = False
-    """Whether it records work until `mark_step`, and then runs it whole. Reading a value in between costs a graph."""
+    """Whether it records work until `mark_step`, and then runs all of it. Reading a value in between costs a graph."""
 
     # What a family must have.
 
@@ -66,8 +66,8 @@ class Backend(ABC):
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         """Start moving a batch: the batch on the device, and a token to wait for. The source is never modified.
 
-        Container types, order and sharing stay; what holds no tensor passes through. Called on a transfer thread, and
-        where there are several, by them at once.
+        Container types, order and sharing stay; what holds no tensor passes through. Called on a transfer thread,
+        perhaps on several at once.
         """
 
     @abstractmethod
@@ -97,11 +97,11 @@ class Backend(ABC):
         return self.device_count() > 0
 
     def unavailable_reason(self) -> str:
-        """Why none can, and the way out, in words; "" where there is nothing to say but that there is none."""
+        """Why none can, and the way out, in words; "" where there simply is none."""
         return ""
 
     def unused_hardware(self) -> str:
-        """What this machine has for the family and nobody can use, and the way out, in words; "" where it has none."""
+        """The family's hardware here that cannot be used, and the way out, in words; "" if there is none."""
         return ""
 
     def hardware(self) -> str:
@@ -117,7 +117,7 @@ class Backend(ABC):
         return True
 
     def device(self, index: int) -> torch.device:
-        """The device of that index. ValueError, with how many there are, where there is none."""
+        """The device with that index; ValueError, with how many there are, if there is none."""
         count = self.device_count()
         if not 0 <= index < count:
             raise ValueError(f"device {self.name}:{index} does not exist: {count} {self.name} device(s) here")
@@ -126,15 +126,15 @@ class Backend(ABC):
     # How processes and threads begin.
 
     def start(self, device: torch.device) -> None:
-        """Start the family's runtime, where it has one of its own and that is not up, on a thread that computes.
+        """Start the family's own runtime, if it has one and that is not up, on a thread that computes.
 
-        Before other threads use the device. UnisonoError, where it comes too late for torch's autograd.
+        Before other threads use the device. UnisonoError where it comes too late for torch's autograd.
         """
 
     def activate(self, device: torch.device) -> None:
         """Make it the calling thread's device, before that thread's first work on it.
 
-        A thread beside the main one does from then on not disturb graphs that others capture.
+        From then on, a thread other than the main one does not disturb graphs that others capture.
         """
 
     def preload(self) -> None:
@@ -149,7 +149,7 @@ class Backend(ABC):
         return {}
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
-        """In a process that one rank has to itself, before its first work: its device, which is activated."""
+        """In a process that belongs to one rank, before its first work: activate and return its device."""
         device = self.device(local_rank)
         self.activate(device)
         return device
@@ -182,12 +182,12 @@ class Backend(ABC):
     def mark(self, device: torch.device, tensors: Any = ()) -> Any:
         """A token for what the calling thread has submitted to the device, which uses or makes these tensors.
 
-        For `wait_ready` in another thread, whose work follows it, and for `is_reached`. None where what is submitted is
-        done.
+        For `wait_ready` in another thread, whose work follows it, and for `is_reached`. None where submitted work is
+        already done.
         """
 
     def is_reached(self, mark: Any) -> bool:
-        """Whether the device has come to that mark; asks, and does not wait."""
+        """Whether the device has reached that mark; asks, and does not wait."""
         return True
 
     def mark_step(self, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class Backend(ABC):
         return torch.get_float32_matmul_precision()
 
     def set_matmul_precision(self, precision: str) -> None:
-        """Set it; "default" is what it was at first. ValueError, where there is no such precision."""
+        """Set it; "default" is what it was at first. ValueError if there is no such precision."""
         if precision not in ("default", "highest", "high", "medium"):
             raise ValueError(f"precision={precision!r} does not exist; choose default, highest, high or medium")
         torch.set_float32_matmul_precision("highest" if precision == "default" else precision)
@@ -271,8 +271,8 @@ class Communicator(Protocol):
         """Reduce over the ranks and return this rank's part along dim 0, whose size must be a multiple of `size`."""
 
     def all_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return what all ranks have for this one, in rank order: of each, the part of this rank's number along dim 0,
-        whose size must be a multiple of `size`; copies, as in `all_gather`."""
+        """Return what all ranks have for this one, in rank order: from each, the part with this rank's number along dim
+        0, whose size must be a multiple of `size`; copies, as in `all_gather`."""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Overwrite the tensor with the root's, in place, and return it."""
@@ -330,7 +330,7 @@ class Engine(Protocol):
     variables: Sequence[str]
 
     def machines_for(self, nprocs: int) -> int:
-        """The number of machines for so many workers."""
+        """The number of machines for that many workers."""
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
         """Start the agents. Raises UnisonoError, and leaves nothing, if one cannot be started."""

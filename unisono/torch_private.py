@@ -1,14 +1,14 @@
-"""The private names of torch that this package uses; no other module names one, and a test keeps it so.
+"""The private names of torch that this package uses; no other module names one, and a test checks that.
 
 A lowercase name is torch's object itself. An uppercase one is the name of an attribute of torch's objects, for
 `getattr` and `setattr`. Both are looked up by the first `from unisono.torch_private import ...`, and from then on cost
 nothing; importing this module does not import torch.
 
 If torch no longer has a name, the modules that import it raise an ImportError that says what it was for: a feature is
-missing then, but none computes something else. Names that some versions of torch lack are None there, and `INSTEAD`
-says what is done without them.
+then missing, but none computes something else. Names that some versions of torch lack are None there, and `INSTEAD`
+says what happens without them.
 
-The private names of torch_xla stand in `devices/xla.py`, `devices/xla_runtime.py` and `comm/xla.py`: no other module
+The private names of torch_xla are in `devices/xla.py`, `devices/xla_runtime.py` and `comm/xla.py`: no other module
 imports it.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the types that are more than Any
     GradBucket = _GradBucket
 
 TRIED = ("2.9", "2.13", "2.14", "2.15")
-"""The versions of torch that have these names, but for those in `INSTEAD`; the tests check the installed one."""
+"""The versions of torch that have these names, except for those in `INSTEAD`; the tests check the installed one."""
 
 _ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 _WORKER = "torch.utils.data._utils.worker"
@@ -172,7 +172,7 @@ INSTEAD = {
 OUTPUTS = "_input_metadata"  # of torch.autograd.graph.Node
 
 # For processes that have not imported torch. Without the first two, something starts more slowly, or a printed stack is
-# longer; the third stands above, too, in the names that the loaders import.
+# longer; the third is also above, among the names that the loaders import.
 COMPILER_MODULE = "torch._dynamo"
 GRAPH_RULES = "torch._dynamo.trace_rules"  # what is compiled
 WRAPPING_FRAMES = ("_call_impl", "_wrapped_call_impl")  # of nn.Module
@@ -233,7 +233,7 @@ def overrides(name: str) -> Callable[[_Method], _Method]:
 
 
 def typed_storage(untyped: Any, dtype: Any) -> Any:
-    """A `torch.TypedStorage`, by the private argument without which creating one warns."""
+    """A `torch.TypedStorage`, created with the private argument that avoids a warning."""
     import torch
 
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)

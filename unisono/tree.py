@@ -5,7 +5,7 @@ container keeps its type and order; an object that occurs twice is visited once 
 never modified. (`torch.utils._pytree` has neither dataclasses nor user-defined mappings nor shared leaves.)
 
 Only `tensors` looks into leaves, too: what an object of a user's class or of a library holds is its own business, but
-its memory says which batch a tensor is of.
+its memory says which batch a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 _PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
 _TENSOR, _STRIDED = frozenset((torch.Tensor,)), frozenset((torch.strided,))
 _layout_of, _nbytes_of = operator.attrgetter("layout"), operator.attrgetter("nbytes")
-# What an object may hold and is no part of a batch.
+# What an object may hold that is not part of a batch.
 _CLOSED = (type, ModuleType, FunctionType, numpy.ndarray, torch.nn.Module, torch.utils.data.Dataset)
-_LOOKED_AT = 10_000  # objects: one that refers to half of the program is no batch
+_LOOKED_AT = 10_000  # objects: one that refers to half the program is not a batch
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -55,7 +55,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def objects(tree: Any) -> list[Any]:
-    """The leaves of `tree` but texts and numbers, each once, in order: what may be moved, measured or shared. Fast
+    """The leaves of `tree` except texts and numbers, each once, in order: what may be moved, measured or shared. Fast
     where a container holds only texts and numbers."""
     flat = flat_tensors(tree)
     return [*{id(each): each for each in flat}.values()] if flat else [n for n in _nodes(tree) if not is_container(n)]
@@ -71,7 +71,7 @@ def _nodes(tree: Any, is_whole: bool = False) -> list[Any]:
 def are_plain(nodes: Collection[Any]) -> bool:
     """Whether all are texts or numbers."""
     kinds = [*map(type, nodes)]
-    # Most often all are of one type, and to count it takes a fraction of looking up each.
+    # Most often all have one type, and counting it takes a fraction of looking up each.
     return _PLAIN_TYPES.issuperset(kinds[:1] if kinds.count(kinds[0]) == len(kinds) else kinds) if kinds else True
 
 
@@ -110,7 +110,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _look_into(leaf: Any, found: dict[int, torch.Tensor]) -> None:
-    """Add the tensors that an object holds, in order, without a call of its methods."""
+    """Add the tensors that an object holds, in order, without calling its methods."""
     seen: dict[int, Any] = {}  # with the nodes, as in `_map`
     left = [leaf]
     while left and len(seen) < _LOOKED_AT:
@@ -248,7 +248,7 @@ def _is_dense(leaf: Any) -> bool:
 
 
 def is_container(node: Any) -> bool:
-    """Whether a node is no leaf."""
+    """Whether a node is not a leaf."""
     if type(node) in _PLAIN_TYPES or isinstance(node, torch.Tensor | PackedSequence):
         return False
     return isinstance(node, list | tuple | set | frozenset) or _is_record(node)

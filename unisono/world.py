@@ -45,7 +45,7 @@ class RankState:
         seeds_batches: whether its generators are seeded with each batch, so that nothing depends on their states.
         command: what `unisono run` has started, as `describe_command` returns it.
         held_memory: the path of the memory that its launcher holds, for snapshots; "" if there is none.
-        groups_before: how many groups of the same run were started before this rank's, for whatever reason.
+        groups_before: how many groups of the same run were started before this rank's, for any reason.
         done_before: the optimizer steps that the ranks had done when they were started again.
         snapshot_every: the default of `Accelerator(snapshot_every=)`.
     """
@@ -67,7 +67,7 @@ class RankState:
         return found
 
     def restart(self) -> None:
-        """Start over: the rank's loop begins again, and what an earlier one has left belongs to no step."""
+        """Start over: the rank's loop begins again, and what an earlier loop has left belongs to no step."""
         for each in list(self._parts.values()):
             if hasattr(each, "restart"):
                 each.restart()
@@ -141,7 +141,7 @@ def current_world() -> World:
     Raises:
         NoWorldError: the environment says that this process has peers (WORLD_SIZE > 1, a SLURM step of several tasks),
             and none has been initialised. Continuing would train that many unrelated models side by side. Or this is
-            autograd's own thread, and which replica it works for is unknown: before 2.13, torch does not hand it on.
+            autograd's own thread, and which replica it works for is unknown: before 2.13, torch does not pass it on.
     """
     global _adopted, _solo
     world = given_world()
@@ -178,7 +178,7 @@ MPI_OWN = (
     "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
 )
 MPI_SHARED = ("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",)
-# The rank alone, where a launcher says no more, or no more than the size.
+# The rank alone, where a launcher says no more, or only the size.
 _RANKS = dict.fromkeys(("RANK", "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID"), "") | {
     "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
     "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",
@@ -192,7 +192,7 @@ def warning_signals() -> list[signal.Signals]:
 
 
 def announcement(environ: Mapping[str, str]) -> str | None:
-    """Describe the variable by which a launcher announces that this process has peers; None if there is none."""
+    """Describe the variable that a launcher uses to announce that this process has peers; None if there is none."""
     size = environ.get("WORLD_SIZE", "1")
     if _is_several(size):
         return f"WORLD_SIZE={size} is set, as torchrun does"
@@ -211,8 +211,8 @@ def announcement(environ: Mapping[str, str]) -> str | None:
 
 
 def lone_rank(environ: Mapping[str, str]) -> str | None:
-    """Describe the variable that gives this process a rank other than 0, or rank 0 of several, by launchers that do not
-    say where the ranks meet."""
+    """Describe the variable that gives this process a rank other than 0, or rank 0 of several, from launchers that do
+    not say where the ranks meet."""
     for rank, size in _RANKS.items():
         name = size if rank in environ and _is_several(environ.get(size, "1")) else rank
         if environ.get(name, "0") != "0":
@@ -249,8 +249,8 @@ def set_process_world(world: World | None) -> None:
 
 
 def given_world() -> World | None:
-    """Return the world that was set for this thread, or else for this process, or that was made from the process group
-    of now; None if there is none yet."""
+    """Return the world that was set for this thread, or else for this process, or that was made from the current
+    process group; None if there is none yet."""
     return _thread_world.get() or _calling_world() or _process_world or _adopted_already()
 
 
@@ -260,8 +260,8 @@ def _adopted_already() -> World | None:
 
 
 def _calling_world() -> World | None:
-    """In autograd's own thread, which accelerators have: the world of the thread that has called `backward`, whose
-    context torch hands on. What a checkpoint computes again there meets the same peers."""
+    """In autograd's own thread, which accelerators have: the world of the thread that called `backward`, whose context
+    torch passes on. What a checkpoint recomputes there meets the same peers."""
     return from_tls(_CONTEXT).get(_thread_world) if is_in_tls(_CONTEXT) else None
 
 
@@ -309,7 +309,7 @@ def meet_anew(worlds: list[World]) -> None:
 
 
 def _adopted_world() -> World:
-    """Create the world of a process whose default process group was initialised elsewhere, in a torchrun script say."""
+    """Create the world of a process whose default process group was initialised elsewhere, as in a torchrun script."""
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     backend = backend_of_group(dist.get_backend_config())
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -334,7 +334,7 @@ def _adopted_world() -> World:
 def answer_as_one_rank() -> None:
     """Make this process, a loader worker, appear to be the only rank from now on.
 
-    Datasets see the loader workers of all ranks as one sequence: one that sharded itself by both would do it twice.
+    Datasets see the loader workers of all ranks as one sequence: one that shards itself by both would do it twice.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     # A forked worker inherits the process group, whose functions do not read the variables.

@@ -2,7 +2,7 @@
 
 A loader that knows the whole round states, with each batch, that it holds n of the round's N samples. A batch is
 recognised by memory, or by its rows (docs/exactness.md, "A pass has one claim"). Where several batches can be meant,
-all of them are returned, and the caller compares what they count. This is the only connection between `loaders` and
+all of them are returned, and the caller compares what they count. This is the only connection between `loading` and
 `training`.
 
 *Threads:* the passes of a rank, and the queries about its batches, run in one thread. Loops may begin and draw in
@@ -35,8 +35,8 @@ class Batch:
 
     Attributes:
         samples, total: n, this rank's part of the round, and N; None if no rank knows it.
-        rows: the number of its rows, of which `repeated` ones after the samples do not count. None if it is unknown
-            (not `is_sized`): the batch then counts as one sample.
+        rows: the number of its rows; `repeated` ones, after the samples, do not count. None if it is unknown (not
+            `is_sized`): the batch then counts as one sample.
         mark: equal on all ranks that are in the same round.
         dealt: the number of batches that the round takes from the user's loader.
         number, at: its number in the loop, from 1 on, and a logical time, over all deliveries of the process.
@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def weight(self) -> int:
-        """The number of samples by which a loss of it counts: that of a witness is computed as where it counts."""
+        """The number of samples that a loss of it counts for: that of a witness is computed as where it counts."""
         return self.samples if self.draw is None or self.draw.turn != WITNESS else self.draw.weight
 
     @property
@@ -117,7 +117,7 @@ class Loop:
         num_batches, num_rows: the numbers of batches delivered, and of their rows.
         has_repeated: whether some of the rows repeat samples, and do not count.
         is_sized: whether the number of rows of every batch is known.
-        gathered: the number of the batch of which a metric was taken last; 0 if a later one had been delivered.
+        gathered: the number of the batch that a metric was last taken of; 0 if a later one had been delivered.
         is_evaluation: whether all batches were delivered with gradients disabled.
         is_learned_from: whether a backward pass was computed from a batch.
         is_exhausted: whether it has ended with its last batch.
@@ -157,7 +157,7 @@ class Loop:
 
     @property
     def has_gap(self) -> bool:
-        """Whether a batch was not used, of an open loop one before the last: it was skipped, or drawn ahead."""
+        """Whether a batch was not used (in an open loop, one before the last): it was skipped, or drawn ahead."""
         return self.num_used + (self.is_open and not self.last.is_used) < self.num_batches
 
 
@@ -204,7 +204,7 @@ class Deliveries:
         loop.is_open = False
 
     def settle(self) -> None:
-        """Note that a run begins, or goes on from a state that was loaded: it may have left its loops anywhere."""
+        """Note that a run begins, or continues from a loaded state: it may have left its loops anywhere."""
         for each in self.recent():
             each.is_settled = True
 
@@ -252,7 +252,7 @@ class Deliveries:
         known = list(filter(None, map(self._by_memory.find, inputs)))
         if len(known) == 1 and len(known[0]) == 1:
             return known[0]
-        # Tensors that lie in one batch only decide first; others add a batch only if none of theirs was found.
+        # Tensors that lie in only one batch decide first; others add a batch only if none of theirs was found.
         found = {batches[0] for batches in known if len(batches) == 1}
         found |= {_oldest_unused(batches) for batches in known if found.isdisjoint(batches)}
         return sorted(found, key=lambda batch: -batch.at)
@@ -304,8 +304,8 @@ class Deliveries:
             batch.loop.is_learned_from = True
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
-        """What inputs in other memory than any batch's may have been computed from, the most likely one first; None
-        stands for data of no loader. Without rows and inputs, no forward pass was observed."""
+        """What inputs outside any batch's memory may have been computed from, the most likely first; None stands for
+        data of no loader. Without rows and inputs, no forward pass was observed."""
         loops = self.open_loops()
         if loops:
             last = loops[0].last
@@ -317,7 +317,7 @@ class Deliveries:
                 others = [each.last for each in loops]
                 found |= {each: None for each in others if not each.is_used or each.samples != last.samples}
                 return [each for each in found if rows is None or each.rows in (rows, None)]
-            # Of another number of rows: of no loader, or computed from any batch of the loops, or of an ended one.
+            # With another number of rows: from no loader, or computed from any batch of the loops, or of an ended one.
             return [
                 None,
                 *(each for loop in loops for each in loop.kinds.values()),
@@ -336,8 +336,8 @@ class Deliveries:
     def _confusable(self, last: Batch, rows: int | None) -> dict[Batch, None]:
         """Batches that may be meant instead of the last one of an open loop, and that no rank can tell by their rows.
 
-        Equal rows tell batches that count differently apart on some rank, unless rows are repeated there. What was not
-        used of an ended loop may be used yet.
+        Equal rows tell batches that count differently apart on some rank, unless rows are repeated there. Unused
+        batches of an ended loop may still be used.
         """
         own = last.loop.kinds.values() if last.loop.has_gap else ()
         if rows is None or last.rows is None:
@@ -347,7 +347,7 @@ class Deliveries:
         )
 
     def _left_of_ended(self) -> list[Batch]:
-        """The kinds of batches of loops that have ended, and of which some batch was not used."""
+        """The kinds of batches of loops that have ended with some batch unused."""
         loops = [each for each in self._loops if each.last and not each.is_open and each.is_trained and each.has_gap]
         return [each for loop in loops for each in loop.kinds.values()]
 
@@ -372,13 +372,13 @@ class Deliveries:
 
 
 def _tails(loops: Sequence[Loop]) -> list[Batch]:
-    """Of each loop that ends so, an uneven batch of its last round. What would be refused there is refused at once."""
+    """For each loop that ends unevenly, a batch of its last round. What would be refused there is refused at once."""
     return [Batch(loop, *tail, is_sized=False) for loop in loops if (tail := loop.tail())]
 
 
 def _oldest_unused(batches: list[Batch]) -> Batch:
-    """The batch that is meant, of several in the same memory: of those after the last one that was used, the oldest of
-    the latest open loop; of the latest loop, if none is open."""
+    """The batch that is meant, among several in the same memory: after the last one that was used, the oldest of the
+    latest open loop, or of the latest loop if none is open."""
     last_used = max((number for number, each in enumerate(batches, 1) if each.is_used), default=0)
     unused = batches[last_used:]
     unused = [each for each in unused if each.loop.is_trained] or unused

@@ -1,7 +1,7 @@
 """Evaluations: loops without backward passes, and whether the ranks have met for what these have counted.
 
-A rank evaluates its part of the data. What its loop counts by itself, `right += ...`, is of that part: if the ranks
-have gathered and reduced nothing since the loop began until they train again, or end, a line says so, once for each
+A rank evaluates its part of the data, and what its loop counts itself, `right += ...`, covers that part only. If the
+ranks gather and reduce nothing from the start of the loop until they train again, or end, a line says so, once for each
 loop of the program.
 
 *Threads:* the rank's.
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """Those of one rank. Before `follow`, and on all ranks but one, it sees nothing.
+    """The evaluations of one rank. Before `follow`, and on all ranks but one, it sees nothing.
 
     Attributes:
-        is_awaited: whether a loop has ended of which nothing has been gathered so far.
-        num_met: grows whenever the ranks have met for something that the loop of the program has asked for, or a metric
-            was updated, which is what they meet for later.
+        is_awaited: whether a loop has ended that nothing has been gathered from so far.
+        num_met: grows whenever the ranks have met for something that the program's loop has asked for, or a metric was
+            updated: they meet for that later.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Evaluations:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Collectives in the block are none that the program has asked for."""
+        """Collectives in the block are not ones that the program has asked for."""
         if self._num_begun is None:
             yield
             return
@@ -61,7 +61,7 @@ class Evaluations:
             self._places[place] = None
 
     def settle(self) -> None:
-        """Tell of the loops that have ended, since the rank trains again, or ends."""
+        """Report the loops that have ended, since the rank trains again, or ends."""
         if self._places:
             self._look()
         for place in self._places:

@@ -1,7 +1,7 @@
 """Steps of optimizers that no rank knows of: in a loop over its part of the data, each rank would train its own model;
-beside an Accelerator that has prepared nothing, each would do all of the work.
+next to an Accelerator that has prepared nothing, each would do all the work.
 
-*Threads:* a rank's is looked at in the thread that has begun its loops.
+*Threads:* a rank's steps are checked in the thread that has begun its loops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _here = threading.local()  # not by a thread's number, which the next thread may
 
 
 class LoneSteps:
-    """Those of one rank. It sees nothing before `follow`, nor where an Accelerator has prepared an optimizer.
+    """The lone steps of one rank. It sees nothing before `follow`, nor where an Accelerator has prepared an optimizer.
 
     Attributes:
         are_prepared: whether an Accelerator reduces for the steps, or knows that they need nothing.
@@ -45,8 +45,8 @@ class LoneSteps:
         self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def follow(self, num_begun: Callable[[], int] | None, why: str = PARTS) -> None:
-        """Look at the steps of this thread from now on, by that count of collectives, which only grows; None: unknown.
-        `why` they should exchange something is told."""
+        """Check the steps of this thread from now on, by that count of collectives, which only grows; None: unknown.
+        The warning says `why` they should exchange something."""
         self._why = why
         if num_begun is not None and self._num_begun is None and not self._has_warned:
             self._num_begun = num_begun
@@ -54,7 +54,7 @@ class LoneSteps:
             _look_at_steps()
 
     def look(self, optimizer: Optimizer) -> None:
-        """Warn, once, of an optimizer that steps again although the ranks have exchanged nothing since it has."""
+        """Warn, once, of an optimizer that steps again although the ranks have exchanged nothing since then."""
         if self.are_prepared or self._num_begun is None:
             return
         begun = self._num_begun()

@@ -26,7 +26,7 @@ class _Notes(Generic[T]):
         """As `StorageMap.note`."""
         notes, stretch = self.notes, (begin, end)
         before = notes.pop(stretch, None)
-        # Thousands of tensors in one storage come one behind the other, and contain no other.
+        # Thousands of tensors in one storage come one after another, and contain no other.
         for each in () if begin >= self.end else [each for each in notes if begin <= each[0] and each[1] <= end]:
             if not is_kept(notes[each]):
                 del notes[each]
@@ -91,7 +91,7 @@ class StorageMap(Generic[T]):
         return held.add(begin, end, value, self._is_kept)
 
     def note_all(self, tensors: Iterable[torch.Tensor], value: T) -> list[tuple[torch.Tensor, T]]:
-        """`note` for each of them; those that had a value, with the last one."""
+        """`note` for each of them; returns those that had a value, with the last one."""
         held, known = self._held, []
         if len(held) >= max(_SWEEP_FROM, 2 * self._num_left):
             self.sweep()
@@ -99,7 +99,7 @@ class StorageMap(Generic[T]):
             try:
                 storage = tensor.untyped_storage()
                 address = getattr(storage, STORAGE_ADDRESS)
-                # As nearly all are: a batch may have thousands.
+                # As nearly all do: a batch may have thousands.
                 is_new = address not in held and 0 < tensor.nbytes == storage.nbytes() and tensor.is_contiguous()
             except (RuntimeError, NotImplementedError):
                 continue
@@ -123,7 +123,7 @@ class StorageMap(Generic[T]):
 
     def sweep(self) -> None:
         """Remove expired storages, unless few were noted since the last time. The earlier the better: torch's object
-        for an expired storage lies in the midst of free memory, which then serves no other batch."""
+        for an expired storage lies amid free memory, which then serves no other batch."""
         if 4 * len(self._held) <= 5 * self._num_left:
             return
         expired = [*filter(is_storage_expired, self._held)]
@@ -143,7 +143,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _stretch_of(tensor: torch.Tensor, whole: int) -> tuple[int, int]:
-    """The tensor's first byte in its storage, of so many bytes, and the one after its last."""
+    """The tensor's first byte in its storage of that many bytes, and the one after its last."""
     nbytes = tensor.nbytes
     if tensor.is_contiguous():
         begin = 0 if nbytes == whole else int(tensor.storage_offset()) * tensor.itemsize

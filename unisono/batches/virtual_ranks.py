@@ -1,7 +1,7 @@
-"""Virtual ranks: a run computes what so many devices would compute, and any number of ranks carries it out, with the
+"""Virtual ranks: a run computes what that many devices would compute, and any number of ranks carries it out, with the
 same bits. Each rank carries several; their batches follow one another in its loop, and are microbatches of one step.
 
-What is drawn at random for a batch, and what is added over batches, depends on the virtual ranks alone: the generators
+What is drawn at random for a batch, and what is summed over batches, depends on the virtual ranks alone: the generators
 are seeded when a batch is delivered, and sums are folded in one binary tree. Its nodes are the residue classes of the
 virtual ranks: node (1, 0) has all of them, and node (s, r) those with v % s == r, which are the ones of (2 s, r) and of
 (2 s, r + s). So a rank that carries each R-th one has whole subtrees, where R is a power of two.
@@ -26,7 +26,7 @@ from unisono.devices.randomness import mixed, seed_all, seed_of
 T = TypeVar("T")
 
 WITNESS = 0
-"""The turn of a witness in its round: a batch of another rank that is computed once more, and counts nowhere."""
+"""The turn of a witness in its round: a batch of another rank that is computed again, and counts nowhere."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Virtual:
 
     Attributes:
         count: their number.
-        witness_every: once in so many steps, each rank computes a batch of the next rank, too, and the two gradients
+        witness_every: once in this many steps, each rank also computes a batch of the next rank, and the two gradients
             are compared, bit by bit: silent data corruption is found (docs/virtual_ranks.md). None: never.
         balance: let slow ranks carry fewer, as measured while they train. The ranks then have different numbers of
-            batches of a round, and gather nothing for each batch.
+            batches in a round, and gather nothing for each batch.
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or not positive.
+        TypeError, ValueError: an argument has another type, or is not positive.
     """
 
     count: int
@@ -57,7 +57,7 @@ class Virtual:
 
 
 def virtual_of(given: int | Virtual) -> Virtual:
-    """What an argument `virtual_ranks` says."""
+    """What the argument `virtual_ranks` means."""
     return given if isinstance(given, Virtual) else Virtual(check_integer(given, "virtual_ranks", 1))
 
 
@@ -67,8 +67,8 @@ class VirtualRanks:
 
     Attributes:
         rank: this one.
-        table: of each rank, the virtual ranks that it carries, in the order of their batches. The first is the one of
-            the rank's number.
+        table: for each rank, the virtual ranks that it carries, in the order of their batches. The first has the rank's
+            number.
         balances: whether the table changes while a loop trains.
         fills: whether a rank that carries fewer than others gets batches again, to have as many.
     """
@@ -80,7 +80,7 @@ class VirtualRanks:
 
     @classmethod
     def carried_by(cls, rank: int, ranks: int, given: int | Virtual) -> VirtualRanks:
-        """Those of one of so many ranks: each carries every `ranks`-th one. ValueError: there are more ranks."""
+        """Those of one of `ranks` ranks: each carries every `ranks`-th one. ValueError: there are more ranks."""
         count, balances = virtual_of(given).count, virtual_of(given).balance
         if count < ranks:
             raise ValueError(f"virtual_ranks={count} are fewer than the {ranks} ranks; start at most {count}")
@@ -103,31 +103,31 @@ class VirtualRanks:
 
     @property
     def turns(self) -> int:
-        """The number of batches that this rank has of a round, without that of a witness."""
+        """The number of this rank's batches in a round, without that of a witness."""
         return self.each if self.fills else len(self.own)
 
     def with_table(self, table: Sequence[Sequence[int]]) -> VirtualRanks:
-        """The same, carried otherwise, by ranks that have different numbers of batches."""
+        """The same, distributed differently, by ranks that have different numbers of batches."""
         return replace(self, table=tuple(map(tuple, table)), fills=False)
 
     def pairs(self, number: int) -> list[tuple[int, int]]:
-        """Of each rank, a virtual rank that it carries, and its witness: the rank before, which computes it, too. Which
-        one it is at that time looks random, so that no period of an epoch leaves any out."""
+        """For each rank, a virtual rank that it carries, and its witness: the rank before, which computes it, too. The
+        choice at each time looks random, so that no period of an epoch leaves any out."""
         ranks, place = len(self.table), mixed(0, number)
         return [(own[place % len(own)], (rank - 1) % ranks) for rank, own in enumerate(self.table)]
 
     def witness(self, number: int) -> int:
-        """The virtual rank that this rank computes beside its own, at that time."""
+        """The virtual rank that this rank computes in addition to its own, at that time."""
         return self.pairs(number)[(self.rank + 1) % len(self.table)][0]
 
 
 class Draw(NamedTuple):
-    """Which batch of a run it is: the seed of its loader, the epoch, the first sample of its round, and the virtual
+    """Identifies a batch of a run: the seed of its loader, the epoch, the first sample of its round, and the virtual
     rank; `carried` by its rank, as the batch of that `turn` in the round, from 1 on.
 
-    A batch that a rank gets again, to have as many as others, is of the virtual rank after the last one. That of a
-    witness is of the virtual rank whose it is, and comes first. `witnesses` is the number of the time, if this round
-    has witnesses; `weight` is the number of its samples where it counts.
+    A batch that a rank gets again, to have as many as others, has the virtual rank after the last one. That of a
+    witness keeps its virtual rank, and comes first. `witnesses` is the number of the time, if this round has witnesses;
+    `weight` is the number of its samples where it counts.
     """
 
     seed: int
@@ -141,7 +141,7 @@ class Draw(NamedTuple):
 
     @property
     def round(self) -> tuple[int, int, int]:
-        """The round that it is of, the same for all virtual ranks."""
+        """Its round, the same for all virtual ranks."""
         return self[:3]
 
     @property
@@ -158,7 +158,7 @@ class Draw(NamedTuple):
 
     @property
     def ends_round(self) -> bool:
-        """Whether it is the last batch that the rank has of a round."""
+        """Whether it is the rank's last batch in a round."""
         return self.turn == self.carried.turns
 
     def seed_batch(self) -> int:
@@ -176,7 +176,7 @@ class Draw(NamedTuple):
 
 
 def seed_behind(seed: int, epoch: int) -> int:
-    """Seed the generators, alike on all ranks, for what comes behind a loop over that epoch."""
+    """Seed the generators, alike on all ranks, for what comes after a loop over that epoch."""
     return _seed_all(seed_of("behind", seed, epoch))
 
 
@@ -193,7 +193,7 @@ class Tree(Generic[T]):
 
     Args:
         count: the number of virtual ranks.
-        add: returns the sum of two, which it may keep neither of.
+        add: returns the sum of two; it may keep neither.
     """
 
     def __init__(self, count: int, add: Callable[[T, T], T]) -> None:
@@ -228,7 +228,7 @@ class Tree(Generic[T]):
 
 @lru_cache
 def sums_of(own: tuple[int, ...], count: int) -> list[Node]:
-    """The nodes whose sums a rank has when it has put in these virtual ranks of so many."""
+    """The nodes whose sums a rank has when it has put in these virtual ranks, out of `count`."""
     tree = Tree[None](count, lambda one, other: None)
     for each in own:
         tree.put(each, None)
@@ -245,7 +245,7 @@ def fold_over_ranks(
 
     Args:
         own: this rank's sums, by their nodes.
-        exchange: returns the lists of all ranks, in their order; of each, the slice that this one adds up.
+        exchange: returns the lists of all ranks, in their order; of each, the slice that this rank adds up.
     """
     tree = Tree(virtual.count, add)
     nodes = [sums_of(each, virtual.count) for each in virtual.table]
@@ -259,17 +259,17 @@ def fold_over_ranks(
 
 
 _GAIN = 1.1
-"""By how much a round must become faster for the table to change: what is measured varies."""
+"""How much faster a round must become for the table to change: measurements vary."""
 
 
 def rebalanced(virtual: VirtualRanks, times: Sequence[float]) -> VirtualRanks:
-    """The virtual ranks as the ranks should carry them, if a batch takes each of them so long: so that the slowest rank
+    """The virtual ranks as the ranks should carry them, given how long each takes for a batch: so that the slowest rank
     needs the least time for a round. The same object if little would be gained.
 
-    Few virtual ranks move, and those by which ranks have few sums to send.
+    Few virtual ranks move, and those that leave ranks few sums to send.
     """
     ranks = range(len(virtual.table))
-    counts = [1 for _ in ranks]  # each keeps the one of its number
+    counts = [1 for _ in ranks]  # each keeps the one with its number
     for _ in range(virtual.count - len(ranks)):
         counts[min(ranks, key=lambda rank: (counts[rank] + 1) * times[rank])] += 1
     turns = [virtual.each if virtual.fills else len(own) for own in virtual.table]

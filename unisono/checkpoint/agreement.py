@@ -1,4 +1,4 @@
-"""What rank zero decides, and the errors of all ranks, while they save or load together.
+"""Decisions of rank zero, and errors of all ranks, while they save or load together.
 
 *Threads:* the rank's own.
 """

@@ -1,6 +1,6 @@
-"""Saves that run concurrently with the loop, which only waits for a copy into host memory that is used again and again.
+"""Saves that run concurrently with the loop, which waits only for a copy into host memory that is reused each time.
 
-*Threads:* the loop calls; `run_save` is the writing thread's body. It only reads what was copied for it: the loop waits
+*Threads:* the loop calls; `run_save` is the writing thread's body. It reads only what was copied for it: the loop waits
 for that thread before it copies again.
 """
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_save(save: Callable[[], Any], what: str) -> Future[None]:
-    """Run a save in a thread of its own; the future has its error."""
+    """Run a save in its own thread; the future has its error."""
     future: Future[None] = Future()
     # Not a daemon: the interpreter's exit waits for the save.
     args = save, what, future
@@ -71,5 +71,5 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in main memory, for a caller that waits until it is written: itself, if it is there and alone."""
     host = tensor.detach().cpu().resolve_conj().resolve_neg()
     if host.layout is torch.strided and host.untyped_storage().nbytes() != host.numel() * host.element_size():
-        return host.clone()  # otherwise all of the memory that it is a view of would be written
+        return host.clone()  # otherwise all the memory that it is a view of would be written
     return host

@@ -36,7 +36,7 @@ class Checkpointer:
         keep: the number of checkpoints to keep; None keeps all.
         every: `step()` saves on every `every`-th call; None leaves saving to `save()`.
         is_async: `save` returns once everything is copied to main memory, and a thread writes it. Only one save is in
-            progress at a time; the next one waits for it.
+            progress at a time; the next waits for it.
         world: None uses the current one.
 
     Attributes:
@@ -155,7 +155,7 @@ def load(
     Args:
         path: a checkpoint, or a directory of checkpoints; or a URL.
         must_exist: whether a missing checkpoint is an error; if False, None is returned.
-        objects: under the names by which they were saved.
+        objects: under the names that they were saved with.
     """
     world = world or current_world()
     world.comm.announce("load_state")

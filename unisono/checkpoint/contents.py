@@ -1,5 +1,5 @@
-"""What is in a checkpoint, read by one process, whichever ranks have written it; and one of its objects as a file for
-plain torch or for safetensors.
+"""What is in a checkpoint, read by one process, whichever ranks wrote it; and one of its objects as a file for plain
+torch or for safetensors.
 
 *Threads:* any.
 """
@@ -28,8 +28,8 @@ Format = Literal["torch", "safetensors"]
 @dataclass
 class Contents:
     """The contents of a checkpoint: of each object its kind and class, and its state in plain form, on the host; of
-    each rank, but for those of a machine that was lost, "states" of its loaders, "generators", "extra"; what its models
-    keep beside their parameters, and its gradients of an unfinished step, if any."""
+    each rank, except those of a lost machine, "states" of its loaders, "generators", "extra"; what its models keep
+    besides their parameters, and its gradients of an unfinished step, if any."""
 
     path: Location
     manifest: Manifest
@@ -63,7 +63,7 @@ def read_contents(folder: Folder) -> Contents:
 
 def read_newest(folder: Folder, in_memory: Contents | None, within: int) -> Contents:
     """The contents in memory, unless the checkpoint that `read_contents` would read is newer, and was not saved within
-    so many steps: in an iteration, of which other lines may not have run. Raises as `read_contents`."""
+    that many steps: in an iteration whose other lines may not have run. Raises as `read_contents`."""
     if in_memory is not None:
         try:
             _, manifest = find(folder, read_manifest)
@@ -87,7 +87,7 @@ def export(folder: Folder, out: Path, name: str | None = None, file_format: Form
     checkpoint, and the object's name.
 
     Args:
-        folder: a checkpoint, or a directory of numbered ones, of which the latest is used.
+        folder: a checkpoint, or a directory of numbered ones, where the latest is used.
         name: None uses the only model.
         file_format: "safetensors" supports tensors only.
 

@@ -3,7 +3,7 @@
 A checkpoint's files are written into a new folder of a unique name, and its manifest last, by one atomic operation:
 without it there is no checkpoint. In a place that is overwritten, the new manifest names the new files, and then the
 old ones are removed. Then `latest`, a file that contains a name, is updated, and finally old checkpoints are removed.
-So a kill at any moment leaves what was there before, or the new one. It is the same on disks and in object stores,
+So a kill at any moment leaves what was there before, or the new one. The same holds on disks and in object stores,
 which have neither renames nor links.
 
     runs/checkpoints/
@@ -148,8 +148,8 @@ def verify(folder: Folder, copies: ExitStack) -> tuple[Path, Manifest]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is saved: its folder; and if that is one of several in a `root`, which has a `latest`, how
-    many are kept, including this one; None keeps all."""
+    """Where a checkpoint is saved: its folder; and if that is one of several in a `root` with a `latest`, how many are
+    kept, including this one; None keeps all."""
 
     folder: Folder
     root: Folder | None = None
@@ -162,7 +162,7 @@ class Place:
 
 
 def next_place(root: Folder, keep: int | None, left: int = 0) -> Place:
-    """The place of the next numbered checkpoint; of a later one, if some are left to others that save now."""
+    """The place of the next numbered checkpoint, or of a later one, if some are left to others that save now."""
     return Place.numbered(root, max((number for number, _ in numbered_in(root)), default=-1) + 1 + left, keep)
 
 
@@ -246,7 +246,7 @@ def newest_first(root: Folder) -> list[Folder]:
         number, folder = pair
         try:
             return read_manifest(folder).created, number
-        except CheckpointError as error:  # one of a newer version is not to be removed for that
+        except CheckpointError as error:  # one of a newer version must not be removed for that
             return 0.0 if isinstance(error, DamagedCheckpointError) else math.inf, number
 
     return [folder for _, folder in sorted(numbered_in(root), key=age, reverse=True)]
@@ -261,8 +261,8 @@ def home_of(folder: Folder) -> Folder:
 
 def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
     """Find the checkpoint at a place, or in a `project_dir`; among numbered ones, the one that `latest` names, or else
-    the newest. Returns it with what `check` has read of it. Damaged ones are skipped with a warning each, if there is
-    another one.
+    the newest. Returns it with what `check` has read of it. Each damaged one is skipped with a warning, if there is
+    another.
 
     Raises:
         NoCheckpointError, DamagedCheckpointError: there is no checkpoint; or all are damaged.

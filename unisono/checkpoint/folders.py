@@ -1,8 +1,8 @@
 """Folders that hold checkpoints, on a file system, or in an object store (any URL that fsspec supports); and files that
 exist completely after a crash, or not at all.
 
-A checkpoint asks four verbs of a folder: entries, read, write (completely or not at all), remove; and large files are
-written as a draft that is published. A store must have what it has acknowledged, and show it to later readers.
+A checkpoint needs four verbs of a folder: entries, read, write (completely or not at all), remove; and large files are
+written as a draft that is published. A store must keep what it has acknowledged, and show it to later readers.
 
 *Threads:* any; one at a time for each draft.
 
@@ -59,7 +59,7 @@ class Folder:
         return self.url if "://" in self.url else Path(self.url)
 
     def entries(self) -> dict[str, bool]:
-        """What is in the folder, by name, and whether that is a folder; nothing if there is no such folder."""
+        """What is in the folder, by name, and whether it is a folder itself; nothing if there is no such folder."""
         directory = Path(self.url)
         return {each.name: each.is_dir() for each in directory.iterdir()} if directory.exists() else {}
 
@@ -79,12 +79,12 @@ class Folder:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
             return
-        (path / MANIFEST).unlink(missing_ok=True)  # first, so that what a kill leaves of a checkpoint is none
+        (path / MANIFEST).unlink(missing_ok=True)  # first, so that what a kill leaves is not a checkpoint
         sync(path)
         shutil.rmtree(path)
 
     def draft(self, name: str) -> Path:
-        """The directory for the large files of this name, which exists then; `publish` puts them into the folder."""
+        """The directory for the large files of this name, created now; `publish` puts them into the folder."""
         make_directories(Path(self.url, name))
         return Path(self.url, name)
 
@@ -184,8 +184,8 @@ Checksum = tuple[int, int]
 
 
 class _CheckedFile:
-    """An open file that computes its checksum as it is written; has what `torch.save` needs. The first error of the
-    system becomes its `failure`: of one that is raised, torch only says what it then failed to clean up."""
+    """An open file that computes its checksum as it is written; has what `torch.save` needs. The system's first error
+    becomes its `failure`: when one is raised, torch reports only what it then failed to clean up."""
 
     def __init__(self, file: int) -> None:
         self.size = self.crc = 0
@@ -224,8 +224,8 @@ def write_file(path: Path, content: Any) -> Checksum:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Create or replace a file atomically, on disk, by `write` of another one. What a kill leaves is overwritten by the
-    next call."""
+    """Create or replace a file atomically, on disk, by `write` of another one. The next call overwrites what a kill
+    leaves."""
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     try:
@@ -255,7 +255,7 @@ def sync(path: Path) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """FileNotFoundError unless it is a file: to read a pipe, or a device, may never end."""
+    """FileNotFoundError unless it is a file: reading a pipe, or a device, may never end."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
 
@@ -268,7 +268,7 @@ def _all_of(name: str, data: bytes) -> bytes:
 
 
 def checksum_of(path: Path, size: int | None = None) -> Checksum:
-    """The checksum of an existing file; reads all of it, but nothing of one that has not that size."""
+    """The checksum of an existing file; reads all of it, or nothing if it does not have that size."""
     _check_file(path)
     if size is not None and (found := path.stat().st_size) != size:
         return found, 0

@@ -49,7 +49,7 @@ def keep_device_generator(states: Mapping[str, Any], world: World) -> None:
 def restore_generators(saved: Sequence[Mapping[str, Any]], saved_by: int, world: World) -> None:
     """Continue this rank's generators from the saved state of the rank with the same number.
 
-    On another number of ranks, or another kind of device, or if not those of all ranks were `saved_by` them, the run
+    On another number of ranks, or another kind of device, or if some ranks' states were not `saved_by` them, the run
     cannot be the same, as a log line says: the others are reseeded.
     """
     own = saved[world.rank] if world.rank < len(saved) else None

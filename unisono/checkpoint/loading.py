@@ -135,7 +135,7 @@ def _checked_states(
 def _load_kept(
     objects: Objects, kept: Sequence[Mapping[str, Any]] | None, is_of_all: bool, saved_by: int, world: World
 ) -> None:
-    """Load what the models of each rank have kept, which rank zero has. A collective."""
+    """Load what each rank's models have kept, which rank zero has. A collective."""
     if is_of_all:
         for rank in range(saved_by):
             found = world.comm.broadcast_object(None if kept is None else kept[rank])
@@ -151,7 +151,7 @@ def _load_kept(
 
 
 def say_resumed(loaded: Loaded, objects: Objects, world: World, lost: int | None = None) -> None:
-    """Print on rank zero where the run continues, and how many steps are lost, if that is known."""
+    """Print on rank zero where the run continues, and how many steps are lost, if known."""
     if world.rank == 0:
         loaders = [each for each in objects.values() if isinstance(each, DeviceLoader | ParallelLoader)]
         epoch = f"epoch {loaders[0].epoch}, " if loaders else ""

@@ -52,13 +52,13 @@ class CheckpointMethods:
         In the middle of an accumulation, the gradients accumulated so far are saved as well.
 
         Args:
-            output_dir: the checkpoint's directory; None uses `project_dir/checkpoints/checkpoint_{n}`, numbered from 0,
-                of which `total_limit` are kept.
+            output_dir: the checkpoint's directory; None uses `project_dir/checkpoints/checkpoint_{n}`, numbered from 0;
+                `total_limit` of them are kept.
             score: save only if it is higher than the score of the checkpoint at `output_dir`; rank zero's score counts.
                 For a loss, pass `score=-loss`.
             is_async: return once everything is copied to main memory; a thread writes it. If that fails, all ranks
                 raise the error in the same optimizer step, or in the next save or load; that step is not taken.
-                `end_training()` raises it on the rank that has met it.
+                `end_training()` raises it on the rank that met it.
 
         Returns:
             The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
@@ -80,8 +80,8 @@ class CheckpointMethods:
         Every rank must call it, with the same things prepared and registered, in the same order.
 
         Args:
-            input_dir: a checkpoint, or a directory of numbered ones, or a `project_dir`, of which the latest is used;
-                None uses `project_dir/checkpoints`. Damaged ones are skipped with a warning.
+            input_dir: a checkpoint, or a directory of numbered ones, or a `project_dir`, where the latest is used; None
+                uses `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
 
         Returns:
@@ -98,12 +98,12 @@ class CheckpointMethods:
         """Go back by some optimizer steps in the running loop, to a snapshot: as after a loss of NaN, or a spike. Every
         rank must call it, between two steps: before the forward pass on a batch, instead of its step, or after it.
 
-        Models, optimizers, schedulers and what was registered are as they were. Gradients are zero.
+        Models, optimizers, schedulers and what was registered are as they were then. Gradients are zero.
 
         Args:
             steps: the least number of steps to undo. `Accelerator(snapshots=n)` keeps as many snapshots to go back to.
-            skip: the loop goes on with its next batch, and what it has drawn since is not drawn again. False: it draws
-                that again, with the same random numbers.
+            skip: the loop continues with its next batch, and what it has drawn since is not drawn again. False: it
+                draws that again, with the same random numbers.
 
         Returns:
             What was loaded, with its step.

@@ -2,7 +2,7 @@
 state.
 
 A model's state, and an optimizer's, is in torch's plain form under every strategy (`training/strategies/states.py`).
-Rank zero's is saved, except for loaders and random generators, of which each rank has its own.
+Rank zero's is saved, except for loaders and random generators: each rank has its own.
 
 *Threads:* the rank's own. All ranks must call, with the same objects in the same order.
 """
@@ -84,7 +84,7 @@ def user_module(each: nn.Module) -> nn.Module:
 
 
 def meet(each: Any, saves: bool = False) -> None:
-    """Have ranks that step alone be in one state of this object, if it is a prepared model: `Engine.meet`."""
+    """Bring ranks that step alone to one state of this object, if it is a prepared model: `Engine.meet`."""
     for engine in engines_of(user_module(each)):
         engine.equalize_ranks(saves)
 
@@ -108,8 +108,8 @@ def own_states(objects: Objects) -> dict[str, Any]:
 
 
 def kept_states(objects: Objects) -> dict[str, list[Any]]:
-    """Copies of what this rank's models keep from step to step beside their parameters: of each, what its engines do.
-    The same names on all ranks."""
+    """Copies of what this rank's models keep from step to step besides their parameters: for each, what its engines
+    keep. The same names on all ranks."""
     models = {name: each for name, each in objects.items() if kind_of(name, each) == "model"}
     kept = {name: [each.state() for each in engines_of(user_module(model))] for name, model in models.items()}
     kept = {name: states for name, states in kept.items() if any(each is not None for each in states)}
@@ -142,7 +142,7 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
             states[name] = each.state_dict()  # on every rank: it may be a collective
     if world.rank != 0:
         return {}
-    # Only after the loop, in which the states are gathered by collectives, which copies those of models and optimizers.
+    # Only after the loop, where collectives gather the states, which copies those of models and optimizers.
     for name, state in states.items():
         is_copied = kind_of(name, objects[name]) in DIVIDED
         states[name] = as_plain(state, f"{name}.state_dict()", (lambda each: each) if is_copied else copy)
@@ -161,11 +161,11 @@ def divided_states(
     keep: Callable[[Any, Mapping[Any, Any]], Mapping[Any, Any]],
     ranks: Container[int] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """This rank's part of the states of models and optimizers, not copied: of each its "names", or its "groups";
+    """This rank's part of the states of models and optimizers, not copied: for each its "names", or its "groups";
     "values" that are whole; and "cuts" of sharded tensors: the shape of the whole, where the cut begins, and the cut.
 
     Args:
-        keep: which of the whole values of a model or an optimizer are in this rank's part, if others have them, too.
+        keep: which of a model's or an optimizer's whole values are in this rank's part, if others have them, too.
         ranks: those whose parts together are the whole; None: all.
     """
     parts: dict[str, dict[str, Any]] = {}
@@ -188,7 +188,7 @@ def divided_states(
 
 
 def joined_state(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole state, of which all ranks have a part."""
+    """The whole state; each rank has a part of it."""
     found: dict[Any, Any] = {}
     for part in parts:
         found.update(part["values"])
@@ -248,7 +248,7 @@ def _form_of(value: Any) -> str:
 def restore(
     objects: Objects, states: Mapping[str, Any], others: Mapping[str, Any], own: Mapping[str, Any], world: World
 ) -> None:
-    """Load the states: on rank zero those of models and optimizers, on all ranks `others`, and of each its `own`: those
+    """Load the states: on rank zero those of models and optimizers, on all ranks `others`, and on each its `own`: those
     of its loaders and generators. A collective."""
     for name, each in objects.items():
         kind = kind_of(name, each)

@@ -69,11 +69,11 @@ class PreparedStates:
         self._home: Home | None = None  # where this script looks for a checkpoint to continue from
 
     def keep_snapshots(self, every: int, kept: int) -> None:
-        """From now on, take a snapshot every so many steps, and keep the last ones."""
+        """From now on, take a snapshot once in that many steps, and keep the last ones."""
         self._snapshots = Snapshots(self._steps, every, kept, self._num_steps, self._describe)
 
     def drop_snapshots(self) -> None:
-        """Take none any more."""
+        """Take no more snapshots."""
         self._snapshots = None
 
     def _num_steps(self) -> int:
@@ -190,7 +190,7 @@ class PreparedStates:
         return {} if virtual is None else {"virtual_ranks": virtual.count, **describe_kernels(self._steps.world)}
 
     def _compare_bits(self, saved: Mapping[str, Any]) -> None:
-        """Warn if this run goes on with other bits than the saved one would have."""
+        """Warn if this run continues with other bits than the saved one would have."""
         own = self._bits()
         names = own if saved and own else ["virtual_ranks"]
         if differing := [
@@ -230,7 +230,7 @@ class PreparedStates:
         return self._named_objects([any(model is each for each in remaining) for model in models])
 
     def _check_complete(self, objects: Mapping[str, Any]) -> None:
-        """CheckpointError if the models are gone, or there is nothing to save, but by hooks."""
+        """CheckpointError if the models are gone, or there is nothing to save, except by hooks."""
         lost = self._prepared.has_models and not self._prepared.modules()
         if lost or not (objects or self.save_hooks):
             what = "no model: those that were prepared are gone" if lost else "nothing: nothing is prepared"
@@ -250,7 +250,7 @@ class PreparedStates:
                     )
 
     def _warn_of_schedulers(self) -> None:
-        """Warn once of a prepared optimizer that has a scheduler, none of which is known."""
+        """Warn once of a prepared optimizer that has a scheduler, but no known one."""
         known = [*self._prepared.schedulers(), *self._registered]
         followed = {id(getattr(each, "optimizer", None)) for each in known}
         for each in [stepper.optimizer for stepper in self._prepared.steppers()]:

@@ -1,7 +1,7 @@
 """One rank's part in saving checkpoints: what all ranks agree on, what is copied, which rank writes it.
 
 Rank zero writes one file, `state.pt`; if a large model, or its optimizer's state, is sharded, all ranks also write
-their parts, each into a file of its own. The state of other ranks is gathered by the communicator.
+their parts, each into its own file. The state of other ranks is gathered by the communicator.
 
 Ownership: a `Saver` owns the host memory of its copies and the thread that writes them.
 
@@ -66,7 +66,7 @@ class Saver:
         self._memory = HostMemory()
         self._save: Future[None] | None = None  # the last asynchronous one
         self._gather: Callable[[Any], list[Any]] | None = None  # of the threads that write
-        self._is_writing = False  # on some rank, perhaps; the same on all
+        self._is_writing = False  # perhaps on some rank; the same on all
 
     # Saves in progress.
 
@@ -122,7 +122,7 @@ class Saver:
         world = self.world
         self.wait(f"save_state at step {step}")
         score = None if score is None else float(score)
-        # The mark is a unique name, from which all ranks derive the path of their shards.
+        # The mark is a unique name: all ranks derive the path of their shards from it.
         chosen: Place | None
         chosen, mark = agree_on(lambda: (choose_place(place, score), f"save-{uuid4().hex[:12]}"), world)
         if chosen is None:
@@ -192,7 +192,7 @@ class Saver:
         return found
 
     def _gather_kept(self, objects: Objects) -> list[Any] | None:
-        """Gather what the models of each rank keep beside their parameters, on rank zero; None if they keep nothing. A
+        """Gather what the models of each rank keep besides their parameters, on rank zero; None if they keep nothing. A
         collective if they do."""
         if not (own := kept_states(objects)):
             return None

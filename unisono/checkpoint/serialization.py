@@ -1,5 +1,5 @@
 """Plain data and tensors, which load without running any code: all that a checkpoint may contain; and such objects as
-bytes, which are what `torch.save` writes, and its checksum.
+bytes: what `torch.save` writes, and its checksum.
 
 *Threads:* any.
 """
@@ -65,8 +65,8 @@ def serialize(obj: Any) -> bytes:
 def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.device | None = CPU) -> Any:
     """Restore the object that `serialize` was given; for a module its state, for `load_state_dict`.
 
-    Tensors are created on `device`; with None, on the one that each was on. torch raises what it says of a device that
-    is missing.
+    Tensors are created on `device`; with None, on the one that each was on. For a missing device, torch raises its own
+    error.
 
     Raises:
         TypeError: `data` is not bytes.
@@ -82,7 +82,7 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
 
 
 def _as_stored(leaf: Any) -> Any:
-    """A module's state; a tensor without its graph, and without the rest of the memory of which it is a part."""
+    """A module's state; a tensor without its graph, and without the rest of the memory that it is a part of."""
     if isinstance(leaf, nn.Module):
         return tree_map(_as_stored, dict(leaf.state_dict()))
     if type(leaf) not in _TENSORS:

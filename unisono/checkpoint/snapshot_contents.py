@@ -92,12 +92,12 @@ def contents_of(taken: Sequence[tuple[Snapshot, Content]]) -> Contents:
 
 
 def rescue(path: str, left: int = 0) -> None:
-    """Save the newest snapshot of a run that has failed as a checkpoint, where the script's `load_state` looks for one,
-    unless that has a newer one, or another machine has saved that step; say so on stderr, or why not.
+    """Save the newest snapshot of a failed run as a checkpoint, where the script's `load_state` looks for one, unless
+    that place has a newer one, or another machine has saved that step; say so on stderr, or why not.
 
     Args:
         path: that of this machine's memory.
-        left: the numbers of checkpoints that are left to other machines, which may be saving, too.
+        left: how many checkpoint numbers are left to other machines, which may be saving, too.
     """
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     for taken in read_snapshots(file):

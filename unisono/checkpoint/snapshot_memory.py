@@ -1,7 +1,7 @@
 """The memory that snapshots are in: a file without a name, which the launcher holds, so that it outlives the workers.
 
 It is sparse, and has a region for each slot of each rank of a machine, in each attempt (restart) of the run; only what
-was written takes memory. A region begins with a page, its header; then come tensors, and behind them everything else,
+was written takes memory. A region begins with a page, its header; then come tensors, and after them everything else,
 pickled by the workers of the same run. The word that makes it a snapshot is written last. So a rank that dies while it
 copies leaves the snapshots in its other slots; and what a dead process has stored is complete, and in order.
 
@@ -35,7 +35,7 @@ _REGION = 1 << 38  # bytes
 SLOTS = 16
 """At most, of a rank."""
 _OF_RANK = _REGION * SLOTS
-_ATTEMPT = _OF_RANK * 2 * MOST_RANKS  # behind a machine's own ranks come the copies that they have received
+_ATTEMPT = _OF_RANK * 2 * MOST_RANKS  # after a machine's own ranks come the copies that they have received
 _ATTEMPTS = SIZE // _ATTEMPT  # then their regions are used again
 _PAGE = 4096
 _ALIGNED = 64  # bytes: tensors that begin there are copied fast
@@ -48,7 +48,7 @@ class Snapshot(NamedTuple):
     """One rank's part of a snapshot.
 
     Attributes:
-        attempt: the number of groups that the launcher had started before the one that has taken it.
+        attempt: the number of groups that the launcher had started before the one that took it.
         number: counts those of an attempt, alike on all ranks.
         step: the optimizer steps taken.
         rank, world_size: the rank that has taken it, and their number.
@@ -82,8 +82,8 @@ class Content(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Where the tensors, the keys and the rest end, and the checksum of the last two. That of tensors would take half
-    as long as the copy; they are whole, since they are written before."""
+    """Where the tensors, the keys and the rest end, and the checksum of the last two. One of tensors would take half as
+    long as the copy; they are whole, since they are written before."""
 
     tensors: int
     keys: int
@@ -103,14 +103,14 @@ class _Layout:
         self.pickled = pickle.dumps((keys, self.places), pickle.HIGHEST_PROTOCOL)
 
     def fits(self, keys: Any, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it is that of these tensors."""
+        """Whether it is the layout of these tensors."""
         alike = zip(self.places, tensors, strict=False)
         is_alike = len(self.places) == len(tensors) and self.keys == keys
         return is_alike and all(place[1] is each.dtype and place[2] == each.shape for place, each in alike)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles everything but plain dense tensors, for which it leaves their numbers in a list."""
+    """Pickles everything but plain dense tensors; in their place it leaves their numbers in a list."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -131,7 +131,7 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, number: int) -> torch.Tensor:
-        # What keeps it may write to it; a generator takes no view; and pickled, a view is the whole region.
+        # Its keeper may write to it; a generator takes no view; and pickled, a view is the whole region.
         return self._tensors[number].clone()
 
 
@@ -141,7 +141,7 @@ class SlotWriter:
     Args:
         file: a descriptor of the memory.
         local_rank: the rank's number on its machine.
-        are_guests: whether what is written are the copies that the rank receives of another machine's.
+        are_guests: whether it writes the copies that the rank receives from another machine.
     """
 
     def __init__(self, file: int, attempt: int, local_rank: int, slots: int, are_guests: bool = False) -> None:
@@ -176,13 +176,13 @@ class SlotWriter:
         self.commit(number)
 
     def written(self, number: int) -> torch.Tensor:
-        """The bytes behind the word of the snapshot that was written as that number, while it is in its slot."""
+        """The bytes after the word of the snapshot that was written as that number, while it is in its slot."""
         memory = self._memory[number % self._slots]
         assert memory is not None
         return _tensor_of(memory)[len(_WORD) : _unpacked(memory[: _HEADER.size])[1].rest]
 
     def begin(self, number: int, size: int) -> torch.Tensor:
-        """Where so many bytes behind the word of a snapshot are to be put, which is one after `commit`."""
+        """Where to put that many bytes after the word of a snapshot; it becomes one at `commit`."""
         memory = self._reserved(number % self._slots, len(_WORD) + size)
         memory[: len(_WORD)] = bytes(len(_WORD))
         return _tensor_of(memory)[len(_WORD) :][:size]
@@ -221,7 +221,7 @@ def size_of(content: Content) -> int:
 
 
 def find_parts(file: int, attempts: Container[int] = ALL) -> list[list[Part]]:
-    """The parts of the snapshots of these attempts that are in this memory: of each those of its ranks, the newest
+    """The parts of these attempts' snapshots that are in this memory: for each, those of its ranks; the newest
     first."""
     found: dict[tuple[int, int], list[Part]] = {}
     for at in _regions(file):
@@ -235,14 +235,14 @@ def find_parts(file: int, attempts: Container[int] = ALL) -> list[list[Part]]:
 
 
 def describe_missing(parts: Sequence[Snapshot]) -> str:
-    """A sentence on the newest snapshot, of which these parts are there, and not the whole state."""
+    """A sentence on the newest snapshot, if only these parts of it are there, not the whole state."""
     missing = sorted({*range(parts[0].world_size)} - {part.rank for part in parts})
     step = parts[0].step
     return f"no snapshot is complete: of the newest, of step {step}, the parts of ranks {missing} are in no memory here"
 
 
 def read_part(file: int, part: Part) -> Content:
-    """What is in a part. Its own tensors are views of the memory, but for scalars, which an optimizer may keep."""
+    """What is in a part. Its own tensors are views of the memory, except for scalars, which an optimizer may keep."""
     ends = _unpacked(os.pread(file, _HEADER.size, part.at))[1]
     memory = mmap.mmap(file, ends.rest, offset=part.at)
     words, (of, places) = _tensor_of(memory)[_PAGE:], pickle.loads(memory[ends.tensors : ends.keys])
@@ -253,14 +253,14 @@ def read_part(file: int, part: Part) -> Content:
 
 
 def read_snapshots(file: int, attempts: Container[int] = ALL) -> Iterator[list[tuple[Snapshot, Content]]]:
-    """The snapshots of these attempts that are complete in this memory, the newest first: of each rank its part."""
+    """The snapshots of these attempts that are complete in this memory, the newest first: each rank's part."""
     for parts in find_parts(file, attempts):
         if len(parts) == parts[0].snapshot.needed:
             yield [(part.snapshot, read_part(file, part)) for part in parts]
 
 
 def free_others(file: int, attempt: int) -> None:
-    """Give back the memory of all attempts but that one."""
+    """Give back the memory of all other attempts."""
     for at in _regions(file):
         if at // _ATTEMPT != attempt % _ATTEMPTS:
             with mmap.mmap(file, max(os.lseek(file, at, os.SEEK_HOLE) - at, _PAGE), offset=at) as region:
@@ -299,8 +299,7 @@ def _view(memory: torch.Tensor, at: int, dtype: torch.dtype, shape: torch.Size) 
 
 
 def open_memory(world: World) -> int:
-    """A descriptor of the launcher's memory; of one of this process, if nothing has started it that would start it
-    again."""
+    """A descriptor of the launcher's memory; of this process's own, if nothing started it that would start it again."""
     place = world.state.held_memory
     if place:
         return os.open(place, os.O_RDWR | os.O_CLOEXEC)

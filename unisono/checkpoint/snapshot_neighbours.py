@@ -1,14 +1,14 @@
 """Copies of snapshots on the next machine, where the state is divided among the ranks of all machines: so that one of
 them may be lost.
 
-Each rank sends what it has written to the rank of its number on the next machine, and receives that of the machine
-before, beside its steps, and with half of the bandwidth. What it has received is a part of the snapshot like its own,
-in another region of the same memory.
+Each rank sends what it has written to the rank with its number on the next machine, and receives from the machine
+before, alongside its steps, with half of the bandwidth. What it has received is a part of the snapshot like its own, in
+another region of the same memory.
 
-When a rank begins the snapshot n + 1, it has waited until its copy of n is received; so have all others when n + 2 is
-begun, since a step lies between. With a slot more than without copies, n is then whole, whichever machine is lost.
+When a rank begins snapshot n + 1, it has waited until its copy of n is received; so have all others when n + 2 begins,
+since a step lies between. With one slot more than without copies, n is then whole, whichever machine is lost.
 
-*Threads:* `send`, `wait` and `drop_after` are the rank's own thread's; one more sends and receives.
+*Threads:* the rank's own thread calls `send`, `wait` and `drop_after`; one more sends and receives.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Neighbours:
             raise error
 
     def drop_after(self, step: int) -> None:
-        """As that of `SlotWriter`, of the copies that are here, after `wait`."""
+        """As in `SlotWriter`, for the copies that are here, after `wait`."""
         self._guests.drop_after(step)
 
     def copy_all(self) -> None:
-        """Copy each snapshot that is to be sent, until one cannot be; in the thread beside the rank's."""
+        """Copy each snapshot that is to be sent, until one cannot be; in the thread next to the rank's."""
         try:
             while not self._error:
                 self._copy(self._numbers.get())

@@ -1,8 +1,8 @@
 """The newest snapshot that the machines of a run have together, on rank zero.
 
-Each machine's memory has the parts of its own ranks. If all ranks have the state alike, the parts of one machine are
-the whole, and other machines send only what each rank has of its own: places in loaders, random generators. Of a state
-that is divided among all ranks, all parts are needed.
+Each machine's memory has the parts of its own ranks. If all ranks have the same state, the parts of one machine are the
+whole, and other machines send only each rank's own: places in loaders, random generators. A state that is divided among
+all ranks needs all parts.
 
 *Threads:* the rank's own.
 """
@@ -22,7 +22,7 @@ from unisono.world import World
 logger = logging.getLogger(__name__)
 
 OWN = ("own", "kept")
-"""What a part has in its rest that is of its rank alone."""
+"""What a part has in its rest that belongs to its rank alone."""
 
 _Places = Mapping[Snapshot, int]
 """The parts of one snapshot, each with the rank that reads it."""
@@ -56,8 +56,8 @@ def gather_snapshot(
 
 
 def _newest(found: Sequence[Iterable[Snapshot]]) -> tuple[_Places, Sequence[Snapshot]]:
-    """Of what each rank has found: the parts of the newest complete snapshot, by rank, and those of them that are the
-    whole state. If there is none, the parts of the newest one, and none."""
+    """From what each rank has found: the parts of the newest complete snapshot, by rank, and those that make the whole
+    state. If there is none, the parts of the newest one, and none."""
     snapshots: dict[tuple[int, int], dict[Snapshot, int]] = {}
     for snapshot, root in sorted((each, root) for root, parts in enumerate(found) for each in parts):
         snapshots.setdefault(snapshot[:2], {}).setdefault(snapshot, root)

@@ -2,13 +2,13 @@
 restarted continues from the newest one, unless a checkpoint is more than `every` steps newer.
 
 Where a run continues is known at one place only: where the loop that trains draws its next batch, or ends. The lines
-that belong to the batch before have run by then, and `load_state` brings the loop back to this place. So the loop that
-has drawn first, of those that are open in the first step, is the one whose draws are looked at from then on.
+that belong to the batch before have run by then, and `load_state` brings the loop back to this place. So of the loops
+that are open in the first step, the one that drew first is the one whose draws are watched from then on.
 
 State that all ranks have is divided among the ranks of a machine, so that each machine has all of it; or among all
-ranks, as soon as other state is: then each machine has a copy of the parts of the one before, too. A snapshot needs no
-collective: between two, there is one, that of a step; at the border of two epochs, where there is none, the ranks meet.
-So when a rank overwrites its last but one, all have the last.
+ranks, as soon as other state is: then each machine also has a copy of the parts of the one before. A snapshot needs no
+collective: between two there is one, that of a step; between two epochs, where there is none, the ranks meet. So when a
+rank overwrites its last but one, all have the last.
 
 *Threads:* the rank's own.
 """
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 class Home(NamedTuple):
     """Where the script looks for what it continues from: the place, the number of checkpoints to keep there, and
-    whether it is that of the Accelerator, where the launcher may save one if the run fails."""
+    whether it is the Accelerator's, where the launcher may save one if the run fails."""
 
     place: str
     limit: int | None
@@ -125,7 +125,7 @@ class Snapshots:
     def _restart(self, step: int) -> None:
         self._step = step  # of the last snapshot, or where the run begins
         self._drawn: list[tuple[Loop, ref[Any]]] = []  # with gradients, in the order of their first batches
-        self._leader: ref[Any] | None = None  # the loader whose draws are looked at
+        self._leader: ref[Any] | None = None  # the loader whose draws are watched
         self._loop: Loop | None = None  # the last one over it
         self._iterator: Callable[[], Any] = lambda: None
         self._epoch = 0  # of the last batch that was drawn from it
@@ -143,13 +143,13 @@ class Snapshots:
     # Loading. Both are collectives if there are several machines, and return the contents on rank zero only.
 
     def newest(self, place: str) -> Contents | None:
-        """What the attempts before this one have left last, for a script that looks there; None if there is nothing."""
+        """What the attempts before this one left last, for a script that looks there; None if there is nothing."""
         taken = gather_snapshot(self._file, range(self._attempt), self._world)
         homes = [content.rest["home"] for _, content in taken or () if content.rest.get("home") is not None]
         return None if not taken or any(each.place != place for each in homes) else contents_of(taken)
 
     def before(self, step: int) -> Callable[[], Contents]:
-        """What returns, on rank zero, the last snapshot of this attempt that is of that step, or of one before it;
+        """A function that returns, on rank zero, the last snapshot of this attempt at or before that step;
         CheckpointError if there is none."""
         self._wait_for_copies()
         taken = gather_snapshot(self._file, range(self._attempt, self._attempt + 1), self._world, step)
@@ -213,7 +213,7 @@ class Snapshots:
             return
         before, self._loop, self._iterator = self._loop, loop, ref(iterator)
         epoch_before, self._epoch = self._epoch, iterator.epoch
-        # It is not known whether the lines behind a loop that was left have run.
+        # It is not known whether the lines after a loop that was left have run.
         is_behind_epoch = is_first and before is not None and before.is_exhausted
         is_due = is_behind_epoch or (not is_first and step - self._step >= self.every)
         if not is_due or not self._steps.begins_step():
@@ -248,7 +248,7 @@ class Snapshots:
             )
 
     def look_at_step(self) -> None:
-        """Say, once, that steps are taken without a loop whose draws could be looked at."""
+        """Say, once, that steps are taken without a loop whose draws could be watched."""
         is_behind = self._leader is None and self._count() - self._step >= 4 * self.every
         if is_behind and self._world.rank == 0 and not self._world.state.deliveries.recent():
             say_once(
@@ -304,7 +304,7 @@ class Snapshots:
             self._neighbours.wait()
 
     def _are_machines_alike(self) -> bool:
-        """Whether each rank has one of its number on the next machine. A collective."""
+        """Whether each rank has one with its number on the next machine. A collective."""
         counts = self._world.comm.all_gather_object(self._world.local_world_size)
         if len({*counts}) > 1 and self._world.rank == 0:
             logger.warning(
@@ -323,8 +323,8 @@ class Snapshots:
         return range(world.world_size) if any(world.comm.all_gather_object(is_spread(objects, here))) else here
 
     def _check_first(self, content: Content, objects: Objects) -> None:
-        """Check that it is not taken of a run that has begun anew, that it has the place of the loop, and that memory
-        is left for all of them."""
+        """Check that the run did not start over, that the snapshot has the place of the loop, and that memory is left
+        for all of them."""
         world = self._world
         if self._leader is not None and not any(each is self._leader() for each in objects.values()):
             raise ValueError(
@@ -357,7 +357,7 @@ class Snapshots:
 def _look_at_step(
     snapshots: ref[Snapshots], before: Callable[[int, int | None], None] | None, number: int, done: int | None
 ) -> None:
-    """What the timeline calls after a step, with what it has called before."""
+    """What the timeline calls after a step; calls what the timeline called before, too."""
     if before is not None:
         before(number, done)
     if (own := snapshots()) is not None:
@@ -371,7 +371,7 @@ def _check_plain(states: Mapping[str, Any]) -> None:
 
 
 def _own_share(rank: int, ranks: int, each: Any, whole: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """One rank's share of what all of them have alike: parameters, and their states. Buffers may differ."""
+    """One rank's share of what all ranks have alike: parameters, and their states. Buffers may differ."""
     if ranks == 1:
         return whole
     module = user_module(each) if isinstance(each, nn.Module) else None

@@ -147,8 +147,8 @@ def _measure(family: Backend, count: int, advice_if_wrong: str) -> Iterator[Find
 
 
 def measure_collectives(rank: int) -> tuple[float, float, bool]:
-    """In a worker that has passed its first barrier: the time, the seconds of an all_reduce, and whether one of whole
-    numbers gives their sum."""
+    """In a worker past its first barrier: the time, the seconds of an all_reduce, and whether one of whole numbers
+    gives their sum."""
     began = time.monotonic()
     world = current_world()
     tensor = torch.zeros(_LARGE_BYTES // 4, device=world.device)
@@ -199,7 +199,7 @@ def _pairs_of(family: Backend) -> Iterator[Finding]:
 
 
 def _copied(family_name: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """The pairs, and what was found of each; None for one that does not end, which is the last."""
+    """The pairs, and what was found for each; None for one that does not end, which is the last."""
     command = [sys.executable, "-P", "-m", "unisono.cli.copies", family_name]
     lines: SimpleQueue[str] = SimpleQueue()
     process = Popen(command, stdout=PIPE, text=True)

@@ -65,7 +65,7 @@ def _compare_bits(paths: tuple[str, str]) -> tuple[int, str]:
 
 
 def _without_digests(paths: tuple[str, str], error: Exception) -> tuple[int, str]:
-    """Where only one run has them, their bits were meant to be compared."""
+    """Where only one run has digests, the bits were meant to be compared."""
     from unisono.report.digests import EQUAL, NOT_COMPARABLE, has_digests
 
     if any(map(has_digests, paths)):

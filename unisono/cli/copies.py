@@ -1,6 +1,6 @@
 """A program of `unisono doctor --gpus`: does what one device of a family sends to another arrive, and how fast?
 
-It prints a line as JSON before and after each pair: a copy that hangs ends with its process only.
+It prints a line as JSON before and after each pair: a copy that hangs ends only with its process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`unisono doctor`: examines this machine as a run would find it, and says what has to be repaired.
+"""`unisono doctor`: examines this machine as a run would find it, and says what needs repair.
 
-*Threads:* each check (`checks.py`) runs in a daemon, `unisono-check`, for a limited time, after which it is abandoned.
+*Threads:* each check (`checks.py`) runs in a daemon, `unisono-check`, and is abandoned after a limited time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Severity = Literal["ok", "warning", "problem"]
 @dataclass(frozen=True)
 class Finding:
     """One result of examining the machine: what was examined and found, in one line, and what to do about it. A warning
-    will hurt some runs; a problem prevents runs from working."""
+    affects some runs; a problem prevents runs from working."""
 
     name: str
     state: Severity
@@ -162,6 +162,6 @@ def _print_lines(areas: Iterable[tuple[str, list[Finding]]], is_all: bool) -> Co
 
 
 def _in_short(area: str, found: list[Finding]) -> Finding:
-    """Of an area where all is well: the facts of its own name, or the names of what was examined."""
+    """For an area where all is well: the facts with the area's name, or the names of what was examined."""
     facts = "; ".join(each.text for each in found if each.name == area)
     return Finding(area, "ok", facts or ", ".join(each.name for each in found))

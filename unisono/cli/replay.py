@@ -1,4 +1,4 @@
-"""`unisono replay`: a step of a recorded run with virtual ranks once more, with its bits, on any number of devices."""
+"""`unisono replay`: repeats a step of a recorded run with virtual ranks, with its bits, on any number of devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the subcommand."""
-    from unisono.cli.run import has_run, print_failure  # here, as all that imports torch
+    from unisono.cli.run import has_run, print_failure  # here, like everything that imports torch
     from unisono.launch.job import private_directory
     from unisono.launch.options import Output
     from unisono.launch.run_target import check_target, variables_of_machine, variables_of_run
@@ -136,7 +136,7 @@ def _last_step(directory: str) -> int | None:
 
 
 def _plan(parsed: argparse.Namespace, recorded: RunDigests) -> tuple[Replay, str]:
-    """What is to be replayed, from the last checkpoint that is there; and from where, in words. ValueError: there is no
+    """What to replay, from the last checkpoint that is there; and from where, in words. ValueError: there is no
     checkpoint, and the run did not begin with step 1."""
     from unisono.training.replay import Replay
 
@@ -176,8 +176,7 @@ def _find(path: str, mark: str, before: str, directory: str) -> str:
 
 
 def _target_of(parsed: argparse.Namespace, replay: Replay) -> Target:
-    """The script, which is found from any directory that it goes to, or the module. ValueError: there is no such
-    script."""
+    """The script, found from any directory that it changes to, or the module. ValueError: there is no such script."""
     from unisono.launch.run_target import Target
 
     command = replay.recorded.command

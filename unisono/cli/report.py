@@ -1,4 +1,4 @@
-"""`unisono report`: where the time of a run went, as a table and a page; or two runs beside each other."""
+"""`unisono report`: where the time of a run went, as a table and a page; or two runs side by side."""
 
 from __future__ import annotations
 

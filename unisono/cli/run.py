@@ -2,7 +2,7 @@
 
 On one machine it is `spawn` with the script as its function. On several, each has torch's agent
 (`launch/hosts/agent.py`) and its part of the same workers; what the machines need to know about one another comes from
-options, or from the environment set by Kubernetes or a SLURM step.
+options, or from the environment that Kubernetes or a SLURM step sets.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _preload(parsed: argparse.Namespace, target: Target) -> None:
 
 
 def _print_end(directory: Path, seconds: float) -> None:
-    """What the run was, in a line; without numbers, where a record is not whole."""
+    """What the run was, in one line; without numbers, where a record is not whole."""
     from unisono.report.run import read_run
 
     with contextlib.suppress(OSError):  # nothing is recorded: a full disk, which was reported
@@ -120,7 +120,7 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     args = target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}
     # A single worker's stdout stays a terminal.
     prefix: Literal["several", False] = "several" if nproc > 1 and not parsed.no_prefix else False
-    # "One machine", said by hand, holds whatever a launcher's variables say.
+    # "One machine", if given by hand, holds whatever a launcher's variables say.
     with within() if parsed.standalone or parsed.nnodes is not None else contextlib.nullcontext():
         spawn(run_worker_target, args, nproc, **_options_of(parsed, parsed.grace or 5.0, prefix))
 
@@ -216,7 +216,7 @@ def has_run(error: Exception) -> bool:
 
 
 def _is_of_script(error: Exception) -> bool:
-    """Whether the script has raised it, in a worker or in this process."""
+    """Whether the script raised it, in a worker or in this process."""
     if isinstance(error, WorkerDiedError | WorkerHungError):
         return False
     if isinstance(error.__cause__, RemoteTraceback):

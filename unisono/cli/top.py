@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def running_runs() -> list[Path]:
-    """The directories of this user's runs on this machine: who has started one keeps the files of its output open."""
-    import psutil  # here: `unisono doctor` runs also without it
+    """The directories of this user's runs on this machine: the starter of each keeps its output files open."""
+    import psutil  # here: `unisono doctor` also runs without it
 
     found = set()
     for process in psutil.process_iter(["uids", "open_files"]):

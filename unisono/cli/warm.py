@@ -1,4 +1,4 @@
-"""`unisono warm`: a process that has imported what `unisono run` needs, and from which it starts in milliseconds."""
+"""`unisono warm`: a process that has imported what `unisono run` needs, and starts it in milliseconds."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def serve(control: int) -> NoReturn:
-    """What the process runs; `control` is a socket to who has started it."""
+    """What the process runs; `control` is a socket to its starter."""
     from unisono.launch.starting.warm_process import main
 
     main(control, run_command, _script_directory)
 
 
 def _script_directory(arguments: list[str], directory: str) -> str | None:
-    """Where the script of a command line is that was called in that directory; None where there is no script."""
+    """Where the script of a command line called in that directory is; None if there is no script."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     run_options.add_parser(parser.add_subparsers())
     try:
@@ -82,7 +82,7 @@ def _script_directory(arguments: list[str], directory: str) -> str | None:
 
 
 def _stop() -> str:
-    """End the process that there is, and say so; empty if there is none."""
+    """End the running process, and say so; empty if there is none."""
     from unisono.launch.starting import wire
     from unisono.launch.starting.warm_start import connect
 

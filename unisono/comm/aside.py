@@ -1,4 +1,4 @@
-"""Messages beside a rank's collectives, by gloo and in a process group of their own: for a thread next to its loop."""
+"""Messages alongside a rank's collectives, by gloo in a process group of their own: for a thread next to its loop."""
 
 from __future__ import annotations
 

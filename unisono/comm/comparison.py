@@ -1,4 +1,4 @@
-"""Compares what the ranks are about to do where no shared memory does it.
+"""Compares what the ranks are about to do, where they have no shared memory for it.
 
 *Threads:* the rank's own.
 """
@@ -35,7 +35,7 @@ class Comparison:
         self._begun = action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True)
 
     def finish(self) -> None:
-        """CollectiveMismatchError, on all ranks, if they do not agree in what has begun."""
+        """CollectiveMismatchError, on all ranks, if they do not agree on what has begun."""
         if self._begun is None:
             return
         (action, place, bounds, work), self._begun = self._begun, None

@@ -1,9 +1,9 @@
-"""Tracks how far a rank's device is, and ensures that it does not wait indefinitely.
+"""Tracks how far a rank's device has got, and ensures that it does not wait indefinitely.
 
 On an accelerator a collective's call returns when it has been submitted. The host waits later, wherever it needs a
 number: inside the driver, where the failure of a peer wakes no thread. So a separate thread puts a mark after what has
-been submitted, by torch's engines, too, and checks whether the device has reached it: what was begun before is done.
-Meanwhile it looks for a peer's failure; if there is one, it ends the wait. None of this delays a step.
+been submitted, also by torch's engines, and checks whether the device has reached it: then what began before it is
+done. Meanwhile it looks for a peer's failure; if there is one, it ends the wait. None of this delays a step.
 
 *Threads:* `unisono-device-watch`, a daemon, until `close`; `num_done` and `is_behind` are for any.
 """
@@ -33,11 +33,11 @@ class DeviceWatch:
 
     Args:
         count: returns how many collectives have been submitted to the device.
-        end_wait: looks for a peer's failure; if there is one, ends what the device waits in, and returns True.
+        end_wait: looks for a peer's failure; if there is one, ends the device's wait, and returns True.
 
     Attributes:
         num_done: how many of the collectives the device is known to have finished.
-        is_behind: whether it has been busy for so long that it may be waiting in one.
+        is_behind: whether it has been busy so long that it may be waiting in one.
     """
 
     def __init__(

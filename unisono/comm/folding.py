@@ -1,7 +1,7 @@
 """Folding: how a reduction is computed from the ranks' tensors when all of them are in one process's memory.
 
-A small reduction is folded by one thread. For a large one, a single thread would take as long as the memory needs for
-all tensors, while the others wait; so the threads fold together, block by block, in place. A block of every tensor fits
+A small reduction is folded by one thread. For a large one, a single thread would take as long as memory needs for all
+tensors, while the others wait; so the threads fold together, block by block, in place. A block of every tensor fits
 into a core's cache: each byte is read from memory once and written back once.
 
 Invariants:
@@ -45,7 +45,7 @@ _NCCL_TYPES = (
 
 class SharedFold:
     """A reduction of tensors in place that several threads carry out together. Each calls `work`, which takes one block
-    after another until none is left. The results are complete when every thread has returned from it."""
+    after another until none is left. The results are complete when every thread has returned."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
         self._flat = [tensor.detach().view(-1) for tensor in tensors]

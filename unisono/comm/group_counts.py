@@ -1,8 +1,8 @@
-"""Counts the collectives that this process's groups have begun, whoever calls them: also DistributedDataParallel's
+"""Counts the collectives that this process's groups have begun, from any caller: also DistributedDataParallel's
 reducer, in C++.
 
-*Threads:* `num_begun` is for any. It asks no group: the script may create or destroy one at that moment, on which torch
-crashes. It asks the *backends* of groups, whose numbers are safe to read as long as they are referenced.
+*Threads:* `num_begun` is for any. It asks no group: the script may create or destroy one at that moment, and torch
+would crash. It asks the *backends* of groups, whose numbers are safe to read as long as they are referenced.
 
 Invariants:
 
@@ -36,8 +36,8 @@ _forgotten = 0
 
 
 def count_group(group: Any) -> None:
-    """Count what `group` begins; its creation, for which its ranks meet, counts as one. Nothing for a group without
-    this rank."""
+    """Count what `group` begins; its creation, where its ranks meet, counts as one. Nothing for a group without this
+    rank."""
     global _forgotten
     is_member = isinstance(group, dist.ProcessGroup)
     counters = _counters_of(group) if is_member else []
@@ -48,7 +48,7 @@ def count_group(group: Any) -> None:
 
 
 def forget_group(group: Any = None) -> None:
-    """Let go of `group`, or of all, before it ends."""
+    """Release `group`, or all groups, before it ends."""
     global _forgotten
     with _lock:
         names = list(_counters) if group in (None, dist.group.WORLD) else [getattr(group, "group_name", "")]
@@ -58,7 +58,7 @@ def forget_group(group: Any = None) -> None:
 
 
 def num_begun(device_type: str | None = None) -> int:
-    """How many collectives have begun; of those groups that still exist, only the ones for that type of device."""
+    """How many collectives have begun; in groups that still exist, only those for that type of device."""
     with _lock:
         found = [each for counters in _counters.values() for each in counters]
         number = sum(_number(each) for each in found if device_type is None or device_type in each.types)

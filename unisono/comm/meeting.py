@@ -56,7 +56,7 @@ class Meeting:
         with self._changed:
             if rank in self._departed:
                 raise left(rank, call)
-            self._check(rank, call)
+            self._check_unbroken(rank, call)
             here = self._round
             here.calls[rank], here.values[rank] = call, value
             here.threads[rank] = threading.get_ident()
@@ -65,13 +65,13 @@ class Meeting:
                 # The round is complete: from here on neither `leave` nor a break can affect it.
                 self._round = _Exchange()
             elif self._departed:
-                self._break(departure(sorted(self._departed)), None)
-                self._check(rank, call)
+                self._break_world(departure(sorted(self._departed)), None)
+                self._check_unbroken(rank, call)
             else:
                 self._wait(here, rank, call)
         if is_last:
             # Outside the lock, which `abort` and `leave` need in the meantime.
-            outcome = self._combine(here, combine)
+            outcome = self._combine_values(here, combine)
             with self._changed:
                 here.outcome = outcome
                 self._changed.notify_all()
@@ -84,17 +84,17 @@ class Meeting:
     def abort(self, cause: BaseException, rank: int) -> None:
         """Break the world because of `cause`; only the first cause is kept."""
         with self._changed:
-            self._break(f"rank {rank} failed with {type(cause).__name__}: {cause}", cause)
+            self._break_world(f"rank {rank} failed with {type(cause).__name__}: {cause}", cause)
 
     def leave(self, rank: int, announced: str = "") -> None:
         """Record that the rank no longer takes part; a round that waits for it breaks. CollectiveMismatchError in the
-        last one, if another loop than those of others was `announced` since the last exchange. Idempotent."""
+        last one, if a loop other than the others' was `announced` since the last exchange. Idempotent."""
         with self._changed:
             if rank in self._departed:
                 return
             self._departed[rank] = announced
             if self._round.calls:
-                self._break(departure(sorted(self._departed)), None)
+                self._break_world(departure(sorted(self._departed)), None)
             last = {each: f"came to {words or END}" for each, words in sorted(self._departed.items())}
             if len(last) == self.size and len({*last.values()}) > 1 and any(map(is_of_loop, last.values())):
                 raise mismatch_error(last)
@@ -106,23 +106,23 @@ class Meeting:
 
         if not self._changed.wait_for(is_over, self._timeout.total_seconds()) and len(here.calls) < self.size:
             missing = sorted(set(range(self.size)) - set(here.calls))
-            self._break(f"rank {rank} waited {self._timeout} in {call} for ranks {missing}", None)
+            self._break_world(f"rank {rank} waited {self._timeout} in {call} for ranks {missing}", None)
         # If the last rank arrived just after the time-out, only the combining remains, which has no limit.
         self._changed.wait_for(is_over)
         if here.outcome is None:
-            self._check(rank, call)
+            self._check_unbroken(rank, call)
 
-    def _check(self, rank: int, call: Call) -> None:
+    def _check_unbroken(self, rank: int, call: Call) -> None:
         if self._broken is not None:
             message, cause = self._broken
             raise broken(rank, call, message) from cause
 
-    def _break(self, message: str, cause: BaseException | None) -> None:
+    def _break_world(self, message: str, cause: BaseException | None) -> None:
         if self._broken is None:
             self._broken = (message, cause)
             self._changed.notify_all()
 
-    def _combine(self, here: _Exchange, combine: Callable[[list[Any]], R]) -> Outcome[R]:
+    def _combine_values(self, here: _Exchange, combine: Callable[[list[Any]], R]) -> Outcome[R]:
         calls = [here.calls[rank] for rank in range(self.size)]
         if all(call == calls[0] for call in calls):
             outcome = Outcome.capture(combine, [here.values[rank] for rank in range(self.size)])
@@ -134,5 +134,5 @@ class Meeting:
             outcome = Outcome.failure(mismatch_error(actions, places))
         if outcome.error is not None:
             with self._changed:
-                self._break(f"{type(outcome.error).__name__}: {outcome.error}", outcome.error)
+                self._break_world(f"{type(outcome.error).__name__}: {outcome.error}", outcome.error)
         return outcome

@@ -1,10 +1,10 @@
 """The last collectives that Python code has begun on torch's own groups, so that ranks that wait can be compared.
 
-Gloo and NCCL pair whatever arrives, or wait. Before data moves, nothing is compared, which would cost a message; so
-each rank remembers what it has called last, and the launcher compares the calls of one group and number once ranks
-stand still. What torch calls in C++ (DistributedDataParallel's reducer, DTensor) is not noted.
+Gloo and NCCL pair whatever arrives, or wait. Nothing is compared before data moves, since that would cost a message; so
+each rank remembers its last calls, and the launcher compares the calls of one group and number once ranks stand still.
+What torch calls in C++ (DistributedDataParallel's reducer, DTensor) is not noted.
 
-*Threads:* any may begin a collective; `last_calls` is for any other one.
+*Threads:* any may begin a collective; `last_calls` is for any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.comm.stacks import Frame
 
-_KEPT = 16  # calls; a rank that does not wait for the results of its calls may be ahead of its peers by so many
+_KEPT = 16  # calls; a rank that does not wait for the results of its calls may be that far ahead of its peers
 
 # Methods of a group: what users call them, and the argument whose size is the same on all ranks, if there is one.
 _METHODS: dict[str, tuple[str, int | None]] = {
@@ -49,7 +49,7 @@ _HAVE_ROOTS = ("broadcast", "reduce", "gather", "scatter")
 
 
 class NotedCall(NamedTuple):
-    """A call that a rank has begun. Those of one group and number are the same on all of its ranks, or a mistake."""
+    """A call that a rank has begun. Those of one group and number are the same on all its ranks, or a mistake."""
 
     group: str
     number: int
@@ -77,7 +77,7 @@ def note_calls() -> None:
     """Note, from now on, what this process calls on groups of torch."""
     for method, (name, argument) in _METHODS.items():
         if (original := getattr(dist.ProcessGroup, method, None)) is not None:
-            setattr(dist.ProcessGroup, method, _noting(original, name, argument))
+            setattr(dist.ProcessGroup, method, _noting_calls(original, name, argument))
 
 
 def last_calls() -> tuple[NotedCall, ...]:
@@ -95,8 +95,8 @@ def forget_calls(group: Any) -> None:
 
 
 def find_mismatch(calls: dict[int, tuple[NotedCall, ...]]) -> tuple[dict[int, str], dict[int, str]]:
-    """The actions, and the places in the program, of the ranks that have called something else than others as the same
-    call of one group, of such calls the first; empty if there is none."""
+    """The actions, and the places in the program, of ranks whose same-numbered call of one group differs; of the first
+    such call. Empty if there is none."""
     same: dict[tuple[str, int], dict[int, NotedCall]] = {}
     for rank, noted in calls.items():
         for call in noted:
@@ -108,7 +108,7 @@ def find_mismatch(calls: dict[int, tuple[NotedCall, ...]]) -> tuple[dict[int, st
     return {}, {}
 
 
-def _noting(original: Callable[..., Any], name: str, argument: int | None) -> Callable[..., Any]:
+def _noting_calls(original: Callable[..., Any], name: str, argument: int | None) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if not (key := _name_of(group)):
@@ -137,7 +137,7 @@ def _noting(original: Callable[..., Any], name: str, argument: int | None) -> Ca
 
 
 def _name_of(group: dist.ProcessGroup) -> str:
-    """The group's name; empty for one in shared memory, which compares calls itself, and for a part of another one."""
+    """The group's name; empty for one in shared memory, which compares calls itself, and for a part of another."""
     if isinstance(group, SharedMemoryGroup):
         return ""
     try:

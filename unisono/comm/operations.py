@@ -59,12 +59,12 @@ WAY_OUT = (
 )
 _RULE_OF_DATA = f"read the same batches, of which the loader gives it a part; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"
-"""What a rank announces, begins so."""
+"""The beginning of what a rank announces."""
 WEIGHTS = "the weights of the batches of a step"
-"""What a rank announces whose batches have weights of their own, before it reduces."""
+"""What a rank whose batches have weights of their own announces before it reduces."""
 _AT_WEIGHTS = re.compile(f"{WEIGHTS}|the gradients of|a comparison of the ranks' models")
 LOADED = "load_state_dict()"
-"""What a rank announces contains it if it steps from a state that it has loaded since its last step."""
+"""Part of what a rank announces if it steps from a state that it has loaded since its last step."""
 ADVICE_ON_STATES = (
     "; load one state on all ranks: accelerator.load_state_dict(model, state) takes rank zero's, and "
     "accelerator.reduce(loss) gives all ranks one loss to choose the best weights by"
@@ -142,8 +142,8 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 
 def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> None:
-    """Refuse a reduction that is inexact, or that some mode does not support, alike on every rank. TypeError, where it
-    is not defined for the dtype; ValueError, where there is none of that name."""
+    """Refuse a reduction that is inexact, or that some mode does not support, alike on every rank. TypeError where it
+    is not defined for the dtype; ValueError where none has that name."""
     check_tensor(tensor, name)
     if op not in REDUCE_OPS:
         raise ValueError(f"{name} op={op!r} does not exist; choose one of {', '.join(REDUCE_OPS)}")
@@ -176,7 +176,7 @@ def check_scatter(tensor: torch.Tensor, size: int, name: str = "reduce_scatter")
 
 def broken(rank: int, call: Call | str, message: str, place: str = "") -> BrokenWorldError:
     """The error of a rank whose call the world can no longer complete; `place`, the user's call as `describe_call`
-    returns it, is named if it is another one."""
+    returns it, is named if it differs."""
     by = f", called by {place}" if place and not str(call).startswith(place.partition("(")[0]) else ""
     return BrokenWorldError(f"rank {rank} cannot complete {call}{by}: {message}")
 
@@ -204,7 +204,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     for rank, action in sorted((short if len(set(short.values())) > 1 and not has_loaded else actions).items()):
         groups.setdefault(action, []).append(rank)
     first, *others = (
-        f"{name_ranks(ranks)} {_placed(action, places.get(ranks[0], '') if places else '')}"
+        f"{name_ranks(ranks)} {_action_at_place(action, places.get(ranks[0], '') if places else '')}"
         for action, ranks in groups.items()
     )
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
@@ -225,7 +225,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     elif alike and len({*map(str, map(_ROUND.findall, groups))}) > 1:
         rule += f"; and it must {_RULE_OF_DATA}"
     rule += ADVICE_ON_STATES if has_loaded else ""
-    odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
+    odd = min(groups.values(), key=len)  # if equally many, those with the lowest rank
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
 
 
@@ -233,7 +233,7 @@ def is_of_loop(action: str) -> bool:
     return LOOP in action
 
 
-def _placed(action: str, place: str) -> str:
+def _action_at_place(action: str, place: str) -> str:
     """The action, and the user's call that led to it."""
     called, _, where = place.partition("() in ")
     if action.endswith(END):  # in the launcher

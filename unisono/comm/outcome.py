@@ -32,10 +32,10 @@ K = TypeVar("K")
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# Excludes SIGABRT, with which a transport may end the peers of a rank that has failed.
+# Excludes SIGABRT, since a transport may end the peers of a failed rank with it.
 _DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
 _CAUSED = "The above exception was the direct cause of the following exception:"
-_SUGGESTION = r"Did you .*\?"  # of Python, after the message of an error
+_SUGGESTION = r"Did you .*\?"  # Python's, after the message of an error
 _NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
 
 
@@ -82,7 +82,7 @@ class Outcome(Generic[T]):
     def to_bytes(self) -> bytes:
         """Serialize for another process; the traceback is sent as text."""
         if self.error is not None:
-            return self._pack(self.error)
+            return self._pack_error(self.error)
         storages: list[pickle.PickleBuffer] = []
         try:
             payload = dumps(self.value, storages.append)
@@ -91,7 +91,7 @@ class Outcome(Generic[T]):
                 f"the result, a {type(self.value).__name__}, cannot be sent to the calling process "
                 f"({type(reason).__name__}: {_text_of(reason)}); return tensors, numbers or other picklable data"
             )
-            return self._pack(refusal)
+            return self._pack_error(refusal)
         # Apart: `where` and `at` can be read even if the value cannot be rebuilt, and what is large is copied once.
         parts: list[bytes | memoryview] = [payload, *(each.raw() for each in storages)]
         fields = pickle.dumps({"where": self.where, "at": self.at, "sizes": [len(each) for each in parts]})
@@ -110,7 +110,7 @@ class Outcome(Generic[T]):
                 remote.sent = {name: fields[name] for name in ("payload", "type", "message")}
             if fields["traceback"]:
                 text = fields["traceback"]
-                # Python shows the error itself once more, after it.
+                # Python shows the error itself again, after it.
                 shown = fold_frames(text).removesuffix("".join(traceback.format_exception_only(error))).rstrip()
                 error.__cause__ = RemoteTraceback(text, shown.removesuffix(_CAUSED).rstrip() + "\n")
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
@@ -128,7 +128,7 @@ class Outcome(Generic[T]):
             refusal.__cause__ = reason
             return Outcome(error=refusal, where=where, at=at)
 
-    def _pack(self, error: BaseException) -> bytes:
+    def _pack_error(self, error: BaseException) -> bytes:
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         sent = error.sent if isinstance(error, RemoteError) else None
         text = traceback_of(error)  # first: it adds notes, which are sent with the error
@@ -226,7 +226,7 @@ def traceback_of(error: BaseException) -> str:
 
 def _note_suggestions(error: BaseException) -> None:
     """Add Python's "Did you mean" as a note to an error and its causes: Python finds it where it prints an uncaught
-    error, by the frames and objects of the process that has raised it, and `traceback` of Python 3.11 does not."""
+    error, by the frames and objects of the process that raised it; Python 3.11's `traceback` does not."""
     links = [link for link in chain_of(error) if isinstance(link, NameError | AttributeError | ImportError)]
     if not links:
         return

@@ -36,15 +36,15 @@ import cloudpickle
 from unisono.errors import UnpicklableError
 
 BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
-"""How classes are reduced that no other pickler takes."""
+"""How to reduce classes that no other pickler takes."""
 
-# The second is its name in a process of multiprocessing, which has imported the script.
+# The second is its name in a multiprocessing process, which has imported the script.
 _MAIN = ("__main__", "__mp_main__")
 
 
 def dumps(value: Any, take_storage: Callable[[pickle.PickleBuffer], object] | None = None) -> bytes:
-    """Pickle for this process, or for one whose `__main__` has the same names; without the memory of tensors, if
-    `take_storage` takes it, for the `buffers` of `pickle.loads`."""
+    """Pickle for this process, or for one whose `__main__` has the same names; without the memory of tensors that
+    `take_storage` takes, for the `buffers` of `pickle.loads`."""
 
     def take(buffer: pickle.PickleBuffer) -> bool:
         is_storage = take_storage is not None and hasattr(memoryview(buffer).obj, "storage")
@@ -125,8 +125,8 @@ class _ByName(_Pickler):
 
 
 class _ByValue(_Pickler):
-    """Pickles the definitions of `__main__` by value. `names` are those that it has met, by their qualified names;
-    `lines` the source of code that is in no file, by the code's file name."""
+    """Pickles the definitions of `__main__` by value. `names` are the definitions that it has met, by qualified name;
+    `lines`, the source of code that is in no file, by the code's file name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -222,8 +222,8 @@ def _is_named_in_main(obj: Any) -> bool:
     return found is obj
 
 
-# Calls, and what in them cannot be pickled: a pickler does not report where it has failed. It was at the last object
-# that it met: the open file, the lock, the generator. What it met before may name that.
+# Calls, and what in them cannot be pickled. A pickler does not report where it failed: it was at the last object that
+# it met: the open file, the lock, the generator. What it met before may name that.
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:

@@ -10,7 +10,7 @@ no rank waits for its device. Without it, tensors in main memory are sent by way
 
 That all ranks make the same call is verified before any data is used: on one machine by notes in shared memory, once
 per collective (`shared_memory/notes.py`). Elsewhere by a reduction of two numbers, whose minimum and maximum show
-whether all ranks do the same; only if they do not are their actions exchanged. Where the device's data has a transport
+whether all ranks do the same; only if they do not, they exchange their actions. Where the device's data has a transport
 of its own, an announcement only begins that reduction, and its result is read before this rank's next call: no step
 waits for it. A group without main memory, whose host would wait for its device, compares announcements only.
 
@@ -201,12 +201,12 @@ class ProcessCommunicator:
         return pickle.loads(self._run(call, lambda: self._broadcast_bytes(data, root)))
 
     def barrier(self) -> None:
-        self._run(Call("barrier"), self._meet)
+        self._run(Call("barrier"), self._meet_by_reduction)
 
     def meet(self, call: Call, value: T, combine: Callable[[list[T]], R]) -> R:
-        """Wait until all ranks have arrived at `call`; return `combine([value])`, by which another transport carries it
+        """Wait until all ranks have arrived at `call`; return `combine([value])`, where another transport carries it
         out. Raises what that collective raises."""
-        self._run(call, self._meet)
+        self._run(call, self._meet_by_reduction)
         return combine([value])
 
     def announce(self, purpose: str) -> None:
@@ -253,7 +253,7 @@ class ProcessCommunicator:
                     return None  # type: ignore[return-value]
                 with torch.no_grad():
                     if 0 in (call.shape or ()):
-                        self._meet()  # a transport with nothing to send does not wait for peers
+                        self._meet_by_reduction()  # a transport with nothing to send does not wait for peers
                     return operation()
             except RuntimeError as error:
                 self._note_failure(error)
@@ -267,7 +267,7 @@ class ProcessCommunicator:
     def _note_failure(self, error: RuntimeError) -> None:
         """Note why a call has failed; raise errors that already give the reason."""
         if isinstance(error, CollectiveMismatchError):
-            # Every rank has found it, and none waits in the transport, so nobody has to be told.
+            # Every rank has found it, and none waits in the transport, so no peer has to be told.
             self._broken = self._broken or (f"{type(error).__name__}: {error}", error)
             raise error
         # An error of this rank's own device (a device-side assert) is not the fault of a peer.
@@ -307,8 +307,8 @@ class ProcessCommunicator:
     def _on_host(self, plain: torch.Tensor) -> torch.Tensor:
         return plain.to(self._host) if plain.is_cpu else plain
 
-    def _meet(self) -> None:
-        # A reduction rather than dist.barrier, with which gloo may not report a dead peer until the timeout.
+    def _meet_by_reduction(self) -> None:
+        # A reduction rather than dist.barrier: there gloo may not report a dead peer until the timeout.
         met = torch.zeros(1, device=self._host)
         dist.all_reduce(met)
         met.item()  # on a device, the call has only been submitted so far
@@ -395,7 +395,7 @@ class ProcessCommunicator:
         return unseal(sent.cpu().numpy().tobytes(), place)
 
     def _next_place(self) -> str:
-        """Where a message stands, but for its rank; all ranks send the same number of them."""
+        """The place of a message, except for its rank; all ranks send the same number of them."""
         self._num_sent += 1
         return f"message {self._num_sent} of rank {{}} in world {self.name}"
 

@@ -1,5 +1,5 @@
-"""Why a world of processes breaks: each rank leaves its failure, or its departure, in a store for its peers; and whose
-error a failed call of torch.distributed is.
+"""Why a world of processes breaks: each rank leaves its failure, or its departure, in a store for its peers; and who
+caused the error of a failed call of torch.distributed.
 
 *Threads:* any.
 """
@@ -40,14 +40,14 @@ class Reasons:
         return None
 
     def leave_failure(self, cause: BaseException) -> None:
-        """Leave this rank's failure, unless another one came first, whose consequence it is."""
+        """Leave this rank's failure, unless it is the consequence of an earlier one."""
         if self._store is None:
             return
         with contextlib.suppress(RuntimeError):
             reason: Any = Outcome.failure(cause, f"rank {self._rank}").to_bytes()  # annotated as str, takes bytes
             with contextlib.suppress(UnsignedError):
                 self._store.compare_set(_FAILURE, "", reason)
-            if self.failure() is None:  # somebody else has written there
+            if self.failure() is None:  # something else has written there
                 self._store.set(_FAILURE, reason)
 
     def leave_departure(self) -> None:
@@ -66,13 +66,13 @@ class Reasons:
         """What a rank has left; b"" if none has."""
         with contextlib.suppress(UnsignedError):
             if self._store is not None and self._store.check([key]):
-                # Not by `get`, which would wait where somebody has deleted the key: this one sets nothing.
+                # Not by `get`, which would wait if the key was deleted: this call sets nothing.
                 return self._store.compare_set(key, _NOTHING, _NOTHING).removeprefix(_NOTHING.encode())
         return b""
 
 
 def is_of_transport(error: BaseException) -> bool:
-    """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
+    """Whether torch's process groups raised it: for the user's own torch.distributed calls, or for DDP's."""
     if isinstance(error, dist.DistError):
         return not is_of_own_device(error)
     # A future keeps only the message of the error.

@@ -1,9 +1,9 @@
 """What the processes of a run on several machines send one another by a store or as pickles: signed with the run's
-secret, if it has one, and not believed otherwise. The network may have other users, who reach the store; a pickle runs
-code when it is loaded, and an address leads to whoever listens there.
+secret, if it has one, and otherwise not trusted. The network may have other users, who reach the store; a pickle runs
+code when it is loaded, and anyone may listen at an address.
 
-A signature is of the place, too: the key of a store, or the sender, the number and the world of a message. So what was
-sent once is not believed in another place.
+A signature covers the place, too: the key of a store, or the sender, the number and the world of a message. So what was
+sent once is not trusted in another place.
 
 *Threads:* any; the secret is set before the first message.
 """
@@ -36,7 +36,7 @@ _MARK = b"unisono signed "
 _SIZE = len(_MARK) + 32
 _QUIET_S = 5.0  # between two attacks
 _HEAD = 8  # bytes of a number
-_LATE = 1024  # by so many messages one may be later than the newest
+_LATE = 1024  # how many numbers older than the newest a message may be
 _secret = b""
 
 
@@ -45,13 +45,13 @@ class UnsignedError(UnisonoError):
 
 
 class Overwriting:
-    """Somebody without the secret writes over what this process reads: told in one line until that has stopped."""
+    """A process without the secret overwrites what this one reads: reported in one line until that stops."""
 
     def __init__(self) -> None:
         self._began = self._last = -math.inf
 
     def note(self, error: UnsignedError, what: str) -> float:
-        """Note what was found; returns for how many seconds that has gone on."""
+        """Note what was found; returns for how many seconds that has continued."""
         now = time.monotonic()
         if now - self._last > _QUIET_S:
             self._began = now
@@ -82,7 +82,7 @@ def seal(data: bytes, place: str) -> bytes:
 
 
 def unseal(data: bytes, place: str) -> bytes:
-    """The bytes that were sealed; UnsignedError, if they are not signed for that place with the secret of this
+    """The bytes that were sealed; UnsignedError if they are not signed for that place with the secret of this
     process."""
     if not _secret and not data.startswith(_MARK):
         return data
@@ -99,7 +99,7 @@ def unseal(data: bytes, place: str) -> bytes:
 
 def sealed_store(store: Any) -> Any:
     """The store, if there is no secret; else one that signs its values. Keep it as long as any group that uses it: the
-    groups hold only the part of it that is in C++."""
+    groups hold only its C++ part."""
     return SealedStore(store) if _secret else store
 
 
@@ -145,9 +145,9 @@ class SealedStore(Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> Store:
-        """Another connection to it, as a group that is split has."""
+        """Another connection to it, as a split group has."""
         found = SealedStore(self._store.clone())  # type: ignore[attr-defined]  # its stub has none
-        self._clones.append(found)  # the group would keep the part in C++ alone
+        self._clones.append(found)  # the group would keep only the C++ part
         return found
 
 
@@ -157,8 +157,8 @@ def _bytes_of(value: str | bytes) -> bytes:
 
 def agree(store: Any, number: int, count: int, text: str = "", seen: object = None) -> tuple[list[str], str]:
     """The texts of the `count` processes that begin something together in a store, and a name for it: the same for
-    those that have read and `seen` the same. Each adds random bytes, and takes its own from nowhere else. So it is no
-    name of an earlier run with the same secret, whose values, though signed, somebody may have written again."""
+    those that have read and `seen` the same. Each adds random bytes, and takes its own from nowhere else. So the name
+    is not one of an earlier run with the same secret, whose signed values someone may have written again."""
     own = f"{token_hex(16)} {text}"
     store.set(f"unisono/agreed/{number}", own)
     texts = [own if each == number else store.get(f"unisono/agreed/{each}").decode() for each in range(count)]
@@ -166,8 +166,8 @@ def agree(store: Any, number: int, count: int, text: str = "", seen: object = No
 
 
 def check_peers(gather: Callable[[bytes], list[bytes]], rank: int) -> bytes:
-    """Check that whoever is connected as a rank knows the secret, by which each signs what all of them have just
-    thought of; return that. UnsignedError: a rank does not. `gather` returns the bytes of all ranks."""
+    """Check that each process connected as a rank knows the secret: each signs what all of them have just made up;
+    return that. UnsignedError: a rank does not. `gather` returns the bytes of all ranks."""
     asked = b"".join(gather(os.urandom(16)))
     for number, answer in enumerate(gather(tag(asked, f"rank {rank}"))):
         if answer != tag(asked, f"rank {number}"):
@@ -176,8 +176,8 @@ def check_peers(gather: Callable[[bytes], list[bytes]], rank: int) -> bytes:
 
 
 def check_members(group: Any) -> None:
-    """The same for a group that the script has created: who reads the store can connect to it before a rank does. Not
-    for one of a device alone, whose transport connects when it is used."""
+    """The same for a group that the script has created: a reader of the store can connect to it before a rank does. Not
+    for a group of a device alone, whose transport connects when it is used."""
     if _secret and isinstance(group, dist.ProcessGroup) and f"{HOST.type}:" in dist.get_backend_config(group):
 
         def gather(data: bytes) -> list[bytes]:
@@ -221,7 +221,7 @@ def seal_objects(world: str) -> None:
 
 
 class _Taken:
-    """Which numbers of messages have come from a sender. Some come to others only, and a few in another order."""
+    """The numbers of messages that have come from a sender. Some come only to others, and a few in another order."""
 
     def __init__(self) -> None:
         self._newest, self._seen = 0, 0  # bit k of the latter: number `newest - k` has come

@@ -48,8 +48,8 @@ def thread_communicators(
 
 def group_backend(backend: Backend, asked: str | None = None) -> str:
     """The torch.distributed backend for a group of that family's processes: its own, with shared memory in place of
-    gloo, which a shared-memory group becomes if ranks share none. `asked` is "gloo", for ranks that share a GPU or do
-    not share memory, or None; ValueError otherwise."""
+    gloo, which a shared-memory group becomes if ranks share no memory. `asked` is "gloo", for ranks that share a GPU or
+    do not share memory, or None; ValueError otherwise."""
     if asked not in (None, "gloo"):
         raise ValueError(f"process_group={asked!r} does not exist; pass 'gloo', or None for the fastest")
     if asked is not None:
@@ -61,8 +61,8 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
 
 
 def bound_device(backend: Backend, device: torch.device, asked: str | None = None) -> torch.device | None:
-    """The device that torch's group is bound to at its start (`device_id=`), when NCCL connects, and may fail. None
-    if the group only supports main memory, or torch knows the device as no accelerator."""
+    """The device that torch's group is bound to at its start (`device_id=`), when NCCL connects, and may fail. None if
+    the group only supports main memory, or torch does not know the device as an accelerator."""
     known = torch.accelerator.current_accelerator()
     is_known = known is not None and known.type == device.type
     return device if is_known and backend.process_group_backend != "gloo" and asked is None else None
@@ -77,8 +77,8 @@ def process_communicator(
 ) -> Communicator:
     """The communicator of a process in torch's default group; arguments as for `ProcessCommunicator`.
 
-    Ranks of one machine compare their calls, whoever has launched them, in the group's own memory, or in memory mapped
-    for that alone; others by messages.
+    Ranks of one machine, however launched, compare their calls in the group's own memory, or in memory mapped for that
+    alone; others by messages.
     """
     transport = backend.process_transport()
     here = None
@@ -124,6 +124,6 @@ def raise_translated(error: BaseException, comm: Communicator) -> None:
 
 
 def translate_error(error: BaseException, comm: Communicator) -> BaseException:
-    """Translate an error of the transport, also in torch's engines, if its reason is known; return any other."""
+    """Translate an error of the transport, even in torch's engines, if its reason is known; return any other."""
     inner = innermost(comm)
     return inner.explain(error) if is_of_transport(error) and isinstance(inner, ProcessCommunicator) else error

@@ -24,8 +24,8 @@ LAST_S = 30  # seconds for the rest of the process's exit when its group is stuc
 
 
 def free_reducer(replicated: DistributedDataParallel) -> None:
-    """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder. The last one
-    joins gloo's threads, which may wait for the GIL that it holds (torch 2.13, `Reducer::~Reducer`)."""
+    """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder. The last
+    holder joins gloo's threads, which may wait for the GIL that it holds (torch 2.13, `Reducer::~Reducer`)."""
     # The logger first: it holds the reducer, too.
     for name in ("logger", "reducer"):
         replicated.__dict__.pop(name, None)
@@ -50,13 +50,13 @@ def end_group(is_broken: bool, waits_for_device: bool) -> None:
 
 
 def _ends_in_time(end: Callable[[], None]) -> bool:
-    thread = threading.Thread(target=_quietly, args=(end,), name="unisono-end-group", daemon=True)
+    thread = threading.Thread(target=_end_quietly, args=(end,), name="unisono-end-group", daemon=True)
     thread.start()
     thread.join(END_S)
     return not thread.is_alive()
 
 
-def _quietly(end: Callable[[], None]) -> None:
+def _end_quietly(end: Callable[[], None]) -> None:
     """Body of the thread. A failure while a group ends was caused by an earlier one, whose cause is known."""
     with contextlib.suppress(RuntimeError, ValueError):
         end()

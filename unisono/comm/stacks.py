@@ -88,12 +88,12 @@ def frames_of(stack: str) -> list[Frame]:
 
 
 def own_frames(top: FrameType | None = None) -> list[Frame]:
-    """The frames from that one on, the most recent call first; None means those of the calling thread."""
+    """The frames from that one on, the most recent call first; None means the calling thread's."""
     return _read_frames(walk_stack(top or sys._getframe(1)))
 
 
 def frames_of_error(error: BaseException) -> list[Frame]:
-    """The frames of an error's traceback, and those of the code that has caught it, the most recent call first."""
+    """The frames of an error's traceback, and those of the code that caught it, the most recent call first."""
     return _read_frames(walk_tb(error.__traceback__))[::-1] + own_frames(sys._getframe(1))
 
 
@@ -115,7 +115,7 @@ def describe_call(frames: Iterable[Frame]) -> str:
 
 def fold_frames(text: str) -> str:
     """A traceback without the frames of this package and of torch's collectives; an error that is not this package's
-    own keeps the one that has raised it."""
+    own keeps the frame that raised it."""
     return _HIDDEN.sub("", text)
 
 

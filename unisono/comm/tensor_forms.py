@@ -47,7 +47,7 @@ def flat_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
-    """`flat_of`, of a tensor into which the result can be written back."""
+    """`flat_of`, for a tensor that the result can be written back into."""
     flat = flat_of(tensor)
     if not tensor.is_contiguous():
         steps = zip(tensor.stride(), tensor.shape, strict=True)

@@ -2,7 +2,7 @@
 
 `threading.Thread.start` is written in Python, so Ctrl-C may arrive at any moment in the main thread: before the thread
 is created, which Python then lists forever as about to start; or while it holds the lock that the new thread waits for.
-So another thread calls it, which receives no interrupts.
+So another thread, which receives no interrupts, calls it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from unisono.errors import UnisonoError
 
 
 def check_threads(who: str, uses_processes: bool = False) -> None:
-    """Raise UnisonoError where a library (gevent, eventlet) has put its own in place of Python's threads, or processes:
-    one that waits would stop all others, or never hear of them."""
+    """Raise UnisonoError where a library (gevent, eventlet) has replaced Python's threads, or processes: one that waits
+    would stop all others, or never hear of them."""
     for name, used, home in (
         ("threading.get_ident", threading.get_ident, "_thread"),
         ("subprocess.Popen", subprocess.Popen, "subprocess"),

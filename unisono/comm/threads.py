@@ -53,7 +53,7 @@ class ThreadCommunicator:
             each._meeting = meeting
 
     def follow_streams(self, backend: Backend, device: torch.device) -> None:
-        """Preserve the order of work on the rank's device, whichever streams the threads submit it to."""
+        """Preserve the order of work on the rank's device, whichever streams the threads use."""
         self._streams = backend, device
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class ThreadCommunicator:
 
 def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[Any]) -> tuple[R, list[tuple[Backend, Any]]]:
     """Return the combined values, and marks after the combining: one per device, for every rank, which may use all of
-    them. There is none where a family has nothing to follow."""
+    them. There are none where a family has nothing to follow."""
     marked = [marked for _, marked in given if marked is not None and marked[-1] is not None]
     for backend, _, mark in marked:
         backend.wait_ready(mark)

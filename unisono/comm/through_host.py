@@ -1,7 +1,7 @@
 """Collectives on copies in main memory, for tensors that a transport does not support.
 
 A process group does not support XLA tensors: gloo leaves them unchanged, without an error. And no thread may touch what
-another one records. So a rank's tensor is copied to main memory, and the result is copied back.
+another records. So a rank's tensor is copied to main memory, and the result is copied back.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each rank first cuts what it has recorded, and waits until its device has run it. When all have arrived, the last thread
 records the reduction for every device and cuts it, one device after the other. So a graph with a collective contains
-nothing else, and is the same on each device. And the runtime, which aborts the process if a device does not join a
-collective within 15 s, is called only when all ranks are present and their devices idle.
+nothing else, and is the same on each device. The runtime aborts the process if a device does not join a collective
+within 15 s, so it is called only when all ranks are present and their devices idle.
 
 What the runtime does not reduce, and what is only moved, goes through main memory.
 """
@@ -71,7 +71,7 @@ def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
     # What was recorded before is cut and run first: on only one of the devices, it would make that graph different, or
     # keep the others waiting in the reduction.
     for device in devices:
-        _cut(device)
+        _cut_graph(device)
     torch_xla._XLAC._xla_wait_device_ops(torch_xla._XLAC._xla_real_devices(list(map(str, devices))))
     found = [each.item() for each in _reduce_all(ones, "sum")]
     if any(each != size for each in found):
@@ -88,12 +88,12 @@ def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Ten
     reduced = []
     for tensor in tensors:
         reduced.append(torch_xla._XLAC._xla_all_reduce(_OPS[op], tensor, 1.0, [], True))
-        _cut(tensor.device)
+        _cut_graph(tensor.device)
         torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
     return reduced
 
 
-def _cut(device: torch.device) -> None:
+def _cut_graph(device: torch.device) -> None:
     """Start running what was recorded on the device."""
     import torch_xla
 

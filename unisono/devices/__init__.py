@@ -1,6 +1,6 @@
 """Device families by name, loaded on demand.
 
-An accelerator that torch knows is one without a file (`accelerator.py`). To add another: write `foo.py` next to this
+An accelerator that torch knows needs no file of its own (`accelerator.py`). To add another: write `foo.py` next to this
 file, end it with `backend_class = FooBackend`, add "foo" to `OWN`, and run `pytest tests/contract -k foo`. Another
 package adds one by an entry point, and runs the same tests:
 
@@ -39,14 +39,14 @@ CPU = "cpu"
 
 
 def family_names() -> tuple[str, ...]:
-    """Every family, in the order in which `pick_backend` tries them; torch's accelerator, which may be that of an
-    extension of torch, among them."""
+    """Every family, in the order in which `pick_backend` tries them; among them torch's accelerator, perhaps that of an
+    extension of torch."""
     return tuple(dict.fromkeys([*sorted(FOREIGN), *filter(None, [current_accelerator()]), *OWN]))
 
 
 def get_backend(name: str) -> Backend:
-    """The family of that name, whether or not it has devices here. ValueError, if there is none; ImportError, if it is
-    of another package, and cannot be loaded."""
+    """The family of that name, whether or not it has devices here. ValueError if there is none; ImportError if it comes
+    from another package and cannot be loaded."""
     if name not in (names := family_names()):
         raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(sorted(names))}")
     return _load(name)
@@ -148,8 +148,8 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
 
 
 def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[Backend, torch.device]]:
-    """The families and normalised devices of a list. TypeError, if it is none; ValueError, if it is empty, repeats a
-    device, or names one that does not exist."""
+    """The families and normalised devices of a list. TypeError if it is not a list; ValueError if it is empty, repeats
+    a device, or names one that does not exist."""
     if isinstance(devices, str | bytes) or not isinstance(devices, Sequence):
         raise TypeError(f"devices={devices!r} is of type {type(devices).__name__}; pass a list of devices")
     if not devices:

@@ -1,8 +1,8 @@
 """The family of an accelerator that torch knows, through `torch.accelerator` and the module of its device type: CUDA,
 XPU, NPU, HPU and others. Batches are copied on a side stream of each device, so that copying overlaps computing.
 
-A batch is staged in page-locked memory, where torch has that for the device: the copy engine reads from it by itself; a
-copy from other memory would be staged by the driver, and block. torch's caching host allocator reuses a block once the
+A batch is staged in page-locked memory, where torch has that for the device: the copy engine reads from it by itself;
+the driver would stage a copy from other memory, and block. torch's caching host allocator reuses a block once the
 copies that were issued from it have completed, so the staged tensor may be dropped as soon as its copy is issued.
 
 The memory of a moved batch belongs to the side stream. Its use on another stream must be recorded (`record_stream`), or
@@ -63,8 +63,8 @@ class AcceleratorBackend(Backend):
         torch.accelerator.set_device_index(device)
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
-        """The device, other than 0, that the process has chosen before; otherwise that of the local rank, among those
-        that it sees: a launcher may show each rank only its own, or may not say how many ranks are on a machine."""
+        """The device, other than 0, that the process chose before; otherwise the local rank's, among those that it
+        sees: a launcher may show each rank only its own, or may not say how many ranks are on a machine."""
         chosen = torch.accelerator.current_device_index() if self.module.is_initialized() else 0
         # 0 may also be the default of a process that has chosen no device; then the local rank decides.
         device = self.device(chosen or local_rank % max(1, self.device_count()))
@@ -76,7 +76,7 @@ class AcceleratorBackend(Backend):
         return dist.Backend.default_device_backend_map.get(self.name, "gloo")
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        # Of two threads that come first, one's stream is dropped.
+        # If two threads come first together, the stream of one is dropped.
         stream = self._streams.get(device.index) or self._streams.setdefault(device.index, torch.Stream(device))
         own = torch.accelerator.current_stream(device)
         with _on_stream(stream):
@@ -162,7 +162,7 @@ class _Clock:
 
 
 def current_accelerator() -> str:
-    """The type of the accelerator that torch has, whether or not there is a device of it here; "" if it has none."""
+    """The type of torch's accelerator, whether or not a device of it is here; "" if torch has none."""
     known = torch.accelerator.current_accelerator()
     return known.type if known is not None else ""
 

@@ -35,7 +35,7 @@ def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
     """The number of workers that torchrun's words "auto", "gpu" and "cpu" mean here, and the family of their devices.
 
     "gpu" is one per accelerator, "cpu" one per core that this process may use, "auto" the former if there are
-    accelerators, otherwise the latter. ValueError, if there is no such word, or no accelerator (of `family`).
+    accelerators, otherwise the latter. ValueError if there is no such word, or no accelerator (of `family`).
     """
     if word not in ("auto", "gpu", "cpu"):
         raise ValueError(f"-n {word}: {word!r} is neither an integer of at least 1, nor auto, gpu or cpu")

@@ -21,7 +21,7 @@ from unisono.tree import map_objects, tensors
 
 
 def logical_devices() -> int:
-    """The number that the environment asks for, else 1. ValueError, if it is no number of at least 1."""
+    """The number that the environment asks for, else 1. ValueError if it is not a number of at least 1."""
     text = os.environ.get("CPU_NUM_DEVICES", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be an integer of at least 1")
@@ -51,7 +51,7 @@ class CpuBackend(Backend):
         return False
 
     def device_name(self, device: torch.device) -> str:
-        # The model alone would not do: torch picks its kernels by what the processor can compute at once.
+        # The model alone is not enough: torch picks its kernels by what the processor can compute at once.
         return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def device_count(self) -> int:

@@ -1,7 +1,7 @@
-"""The CUDA family: as any accelerator, and captures of graphs.
+"""The CUDA family: like any accelerator, plus captures of graphs.
 
-*Threads:* those other than the main one ask for events and for memory. While any thread captures a graph, the driver
-ends the capture then, unless the asking thread has declared that only its own captures matter to it.
+*Threads:* others than the main one ask for events and for memory. If any thread is capturing a graph, the driver then
+ends the capture, unless the asking thread has declared that only its own captures matter to it.
 
 Counting devices uses NVML through torch and does not initialise CUDA, so a parent process may count and fork later.
 """
@@ -55,8 +55,8 @@ class CudaBackend(AcceleratorBackend):
 
 
 def describe_mig() -> str:
-    """What this machine has of MIG, NVIDIA's division of a GPU into instances, of which CUDA shows a process one, and
-    the way out; "" where no GPU is divided, or nvidia-smi is missing."""
+    """How MIG divides the GPUs of this machine into instances (CUDA shows a process only one of them), and the way out;
+    "" where no GPU is divided, or nvidia-smi is missing."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
@@ -77,7 +77,7 @@ def _exchange_capture_mode() -> Any:
     names = ["libcuda.so.1"] if hip is None else ["libamdhip64.so", f"libamdhip64.so.{hip.split('.')[0]}"]
     for name in names:
         with suppress(OSError):
-            # As torch has loaded it: a second copy of a runtime would have a state of its own.
+            # As torch has loaded it: a second copy of a runtime would have its own state.
             library = ctypes.CDLL(name, ctypes.DEFAULT_MODE if hip is None else os.RTLD_NOLOAD)
             return getattr(library, f"{'cu' if hip is None else 'hip'}ThreadExchangeStreamCaptureMode")
     return None

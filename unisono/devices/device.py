@@ -11,7 +11,7 @@ from unisono.arguments import check_choice, check_integer, check_type
 from unisono.devices import available_devices, family_names, get_backend, pick_backend
 from unisono.devices.accelerator import current_accelerator
 
-# What serves the devices of a kind, the usual one first; all others are eager.
+# What serves the devices of a kind, the usual one first; all other kinds are eager.
 _RUNTIMES = {"cpu": ("eager", "xla"), "cuda": ("eager", "xla"), "xla": ("xla",)}
 
 
@@ -50,7 +50,7 @@ class Device:
     @classmethod
     def of(cls, device: DeviceLike) -> Device:
         """Convert a `torch.device`, a string such as "cuda:1" or "GPU:1", an index of the picked family, or a `Device`.
-        TypeError if it is none of these; ValueError if its kind is unknown, or its ordinal no number."""
+        TypeError if it is none of these; ValueError if its kind is unknown, or its ordinal is not a number."""
         if isinstance(device, Device):
             return device
         check_type(device, "device", "pass a string, an index or a torch.device", str, int, torch.device)

@@ -1,4 +1,4 @@
-"""What torch.compile leaves out of its graphs: the functions of this package, also those that torch itself calls."""
+"""What torch.compile leaves out of its graphs: the functions of this package, even those that torch itself calls."""
 
 from __future__ import annotations
 

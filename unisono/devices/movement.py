@@ -1,4 +1,4 @@
-"""How data is moved: the leaves of a batch that are on a device, and a module whose weights are tied."""
+"""How data is moved: the leaves of a batch on a device, and a module whose weights are tied."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def seed_of(*place: int | str) -> int:
 
 
 def mixed(seed: int, place: int) -> int:
-    """A seed from a seed and one number more, fast: finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """A seed from a seed and one more number, fast: finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     state = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -153,7 +153,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing(seed: int, restores: bool = False) -> Iterator[None]:
-    """The same where who comes next seeds them: numpy takes a third of a millisecond for its state."""
+    """The same where the next user seeds them: numpy takes a third of a millisecond for its state."""
     # Looked up once: if the block imports numpy, there is no state of it to restore.
     numpy = sys.modules.get("numpy")
     if not _seeding.acquire(timeout=_SEEDING_S):

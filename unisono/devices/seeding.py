@@ -1,4 +1,4 @@
-"""Seeds one device's random generator, and obtains a seed from which it continues, in any family."""
+"""Seeds one device's random generator, and obtains a seed that it continues from, in any family."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def seed_device(backend: Backend, device: torch.device, seed: int) -> None:
 
 
 def seed_beside(backend: Backend, device: torch.device, seed: int) -> None:
-    """Seed the device's generator where it has one beside the CPU's."""
+    """Seed the device's generator where it has one besides the CPU's."""
     if backend.seeded_state(0, device) is not None:
         seed_device(backend, device, seed)
 
 
 def seed_of_device(backend: Backend, device: torch.device) -> int:
-    """A seed from which the generator continues: its own, if nothing was drawn since; otherwise it is reseeded, with
-    one derived from its state."""
+    """A seed that the generator continues from: its own, if nothing was drawn since; otherwise it is reseeded, with one
+    derived from its state."""
     state = backend.rng_state(device)
     seed = _seed_in(state, device)
     if torch.equal(_seed_state(backend, device, seed), state):
@@ -75,7 +75,7 @@ def seeding_locks() -> Iterator[Any]:
 
 
 def _seeded_modules() -> list[tuple[str, Any]]:
-    """torch's modules of the device types that `torch.manual_seed` seeds, by type: it asks these even without a
-    device, and that of the accelerator."""
+    """torch's modules of the device types that `torch.manual_seed` seeds, by type: it asks these even without a device,
+    and the accelerator's."""
     families = dict.fromkeys(filter(None, ["cuda", "xpu", "mps", current_accelerator()]))
     return [(family, torch.get_device_module(family)) for family in families if hasattr(torch, family)]

@@ -1,4 +1,4 @@
-"""torch's global switches: what a program sets once and expects to apply wherever it computes, read here and set
+"""torch's global switches: what a program sets once and expects to apply wherever it computes. Read here, set
 elsewhere.
 
 They apply to the process, except for the grad, inference and autocast modes, which are the calling thread's. None of
@@ -66,7 +66,7 @@ def _set_autocast(values: list[Any]) -> None:
 
 
 def is_as_in_a_new_thread() -> bool:
-    """Whether tensors that the calling thread makes are those that a new thread would make, but for gradients."""
+    """Whether the calling thread makes the same tensors as a new thread would, except for gradients."""
     is_any = torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _autocast_families()))
     return not is_any and torch.get_default_device().type == "cpu"
 
@@ -124,4 +124,4 @@ SWITCHES: dict[str, Switch] = {
         torch.multiprocessing.set_sharing_strategy,
     ),
 }
-"""By the name under which a program sets it."""
+"""By the name that a program sets it under."""

@@ -1,8 +1,8 @@
 """The TPU family, through TorchTPU (`torch_tpu`): eager, with one process per device. Written by reading its wheel, of
 version 0.2.0; **not run on a TPU**.
 
-The runtime of a process has one device, whichever index that has. It starts with the first tensor, reads the variables
-of `worker_environment`, and cannot be forked from then on. It orders work by what that reads, without streams.
+The runtime of a process has one device, whatever its index. It starts with the first tensor, reads the variables of
+`worker_environment`, and cannot be forked from then on. It orders work by what the work reads, without streams.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class TpuBackend(AcceleratorBackend):
             raise ValueError(f"{device} belongs to another process: this one computes on tpu:{own}; use spawn")
 
     def worker_environment(self, count: int) -> dict[str, str]:
-        """What `set_tpu_launch_env` sets, found out in another process: it never replaces a value, and this process may
-        start another number of workers later."""
+        """What `set_tpu_launch_env` sets, determined in another process: it never replaces a value, and this process
+        may later start a different number of workers."""
         command = [sys.executable, "-P", "-c", _LAUNCH, str(count)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

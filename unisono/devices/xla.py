@@ -92,7 +92,7 @@ class XlaBackend(Backend):
         return int(tpu.num_available_devices()) if tpu.num_available_chips() else 0
 
     def device(self, index: int) -> torch.device:
-        """As in every family; before the first use, virtual devices are created as they are asked for."""
+        """As in every family; before the first use, virtual devices are created on request."""
         if self._sharding is not None and index > 0:
             raise ValueError(
                 f"device xla:{index} does not exist: this process computes by strategy='spmd', whose xla:0 stands for "
@@ -264,8 +264,7 @@ class XlaBackend(Backend):
         return _LACKS.get(feature)
 
     def runtime(self) -> Any:
-        """The module torch_xla, with its runtime set up for the devices that were asked for; UnisonoError, if it cannot
-        be."""
+        """The module torch_xla, with its runtime set up for the requested devices; UnisonoError if that fails."""
         if self._xla is None:
             with self._loading:
                 self._xla = self._xla or load_torch_xla()
@@ -305,7 +304,7 @@ def _refuse_group(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_fit(leaf: Any) -> Any:
-    """Return the leaf if XLA supports it. TypeError, if it does not."""
+    """Return the leaf if XLA supports it; TypeError if not."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:

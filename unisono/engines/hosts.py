@@ -31,7 +31,7 @@ def start_piped(
 
 @dataclass(frozen=True)
 class Local:
-    """Several agents on this machine, as if it were several machines: to try a program, and for tests.
+    """Several agents on this machine, as if it were several machines: to try out a program, and for tests.
 
     Attributes:
         machines: their number.
@@ -58,7 +58,7 @@ class Hosts:
 
     Attributes:
         hosts: their names, as for `ssh`; the others reach the first one by that name, too.
-        python: the interpreter there, which has Unisono; by default that of this process.
+        python: the interpreter there, with Unisono installed; by default that of this process.
         variables: the environment variables that are sent.
         options: for `ssh`, such as ("-p", "2222").
 

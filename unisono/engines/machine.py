@@ -25,7 +25,7 @@ from unisono.errors import UnisonoError
 from unisono.launch.engines import Bundle
 from unisono.launch.hosts.endpoint import free_port
 
-MARK = b"\0unisono "  # begins a line of standard output that is not the workers'
+MARK = b"\0unisono "  # begins a line of standard output that does not come from workers
 _GONE = "unisono: the caller is gone"
 _MARGIN_S = 10.0  # after the grace period, in which an agent without its caller has to end
 
@@ -57,8 +57,8 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
 
 
 class _Input(io.RawIOBase):
-    """Standard input, which ends when the process `parent` does, too: one that the caller has forked may hold the other
-    end. Unbuffered, so that the thread that reads it holds no lock at exit."""
+    """Standard input, which also ends when the process `parent` does: a fork of the caller may hold the other end.
+    Unbuffered, so that the thread that reads it holds no lock at exit."""
 
     def __init__(self, parent: int) -> None:
         self._file = os.dup(0)
@@ -66,7 +66,7 @@ class _Input(io.RawIOBase):
         with suppress(OSError):
             if hasattr(os, "pidfd_open"):
                 self._watched.append(os.pidfd_open(parent))
-        if os.getppid() != parent:  # looked at later: that number may be another process's
+        if os.getppid() != parent:  # checked later: that number may be another process's
             sys.exit(_GONE)
 
     def readable(self) -> bool:
@@ -78,7 +78,7 @@ class _Input(io.RawIOBase):
 
 
 def main(parent: int) -> None:
-    """Run the machine, as long as the process `parent`, which is this one's, lives."""
+    """Run the machine as long as this process's parent, `parent`, lives."""
     source, sink = _Input(parent), sys.stdout.buffer
     with open(os.devnull) as nothing:  # the workers would read it, too
         os.dup2(nothing.fileno(), 0)

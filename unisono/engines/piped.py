@@ -39,15 +39,15 @@ class PipedMachine:
     def __init__(self, command: Sequence[str], where: str, on_end: Callable[[bytes], None]) -> None:
         self._where, self._on_end = where, on_end
         self._endpoint: SimpleQueue[str] = SimpleQueue()
-        # A session of its own: Ctrl-C is the caller's, who asks.
+        # Its own session: Ctrl-C is for the caller, which asks.
         self._process = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
         _machines.add(self)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
-        """Send the machine what it runs, as for `run_machine`; port 0 of `endpoint` is a free one of that host, which
-        this is. Returns the endpoint with its port. UnisonoError: it could not be started; `on_end` has been called
-        with its outcome."""
+        """Send the machine what it runs, as for `run_machine`; port 0 of `endpoint` means a free one of that host,
+        which is this one. Returns the endpoint with its port. UnisonoError: it could not be started; `on_end` has been
+        called with its outcome."""
         given = {"number": number, "count": count, "per_machine": per_machine, "endpoint": endpoint}
         assert self._process.stdin is not None
         self._thread.start()
@@ -68,7 +68,7 @@ class PipedMachine:
     def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None
         file, rest, ready = self._process.stdin.fileno(), memoryview(data), select.poll()
-        os.set_blocking(file, False)  # from now on: nobody may wait for a machine that reads nothing
+        os.set_blocking(file, False)  # from now on: nothing may wait for a machine that reads nothing
         ready.register(file, select.POLLOUT)
         while rest:
             if not ready.poll(_ENDPOINT_S * 1000):
@@ -103,7 +103,7 @@ _machines: WeakSet[PipedMachine] = WeakSet()
 
 
 def _give_up_inputs() -> None:
-    """Let a forked process hold no machine's input: its end says that the caller is gone, and is all that ssh hears."""
+    """Let a forked process hold no machine's input: its end says that the caller is gone, and ssh hears only that."""
     with open(os.devnull, "wb") as nothing:
         for machine in _machines:
             if machine._process.stdin is not None and not machine._process.stdin.closed:
@@ -115,8 +115,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _read(machine: PipedMachine) -> None:
-    """Body of the thread: puts the endpoint, or "" at the end, and calls `on_end` once, whatever fails: nobody may be
-    left who reads standard output."""
+    """Body of the thread: puts the endpoint, or "" at the end, and calls `on_end` once, whatever fails: nothing else
+    reads standard output."""
     try:
         outcome = _outcome_of(machine)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A Ray cluster as an engine: an actor per machine runs our agent in a process of its own.
+"""A Ray cluster as an engine: an actor per machine runs our agent in its own process.
 
 Not Ray Train: the workers are this package's, and their results, exceptions and restarts are those of `spawn`.
 """
@@ -49,7 +49,7 @@ def _address() -> str:
 
 @dataclass(frozen=True)
 class Ray:
-    """The machines of a Ray cluster, that of `ray.init()` where this process is connected to none.
+    """The machines of a Ray cluster: that of `ray.init()`, if this process is not connected to one.
 
     Attributes:
         machines: how many of them; None takes all that are alive.

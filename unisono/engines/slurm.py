@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Slurm:
-    """A batch job of its own for each call.
+    """A separate batch job for each call.
 
     Attributes:
         nodes: the number of nodes.
         directory: where the files of the job are; on a file system that all nodes share, and not one that others may
-            write to, unless it is sticky, as /tmp is.
+            write to, unless it is sticky, like /tmp.
         options: for `sbatch`, such as ("--gpus-per-node=4", "--time=60", "--partition=a").
         variables: the environment variables that are sent, besides those that sbatch exports.
     """
@@ -81,8 +81,8 @@ class Slurm:
 
 
 def _check_kept(directory: Path) -> None:
-    """Refuse a directory in which others can replace what this user makes there: code, which the nodes run. Those above
-    it may be a group's, as a project's are. UnisonoError."""
+    """Refuse a directory where others can replace what this user puts there: code that the nodes run. Those above it
+    may belong to a group, like a project's. UnisonoError."""
     place = directory.resolve()
     for each in (place, *place.parents, *directory.parents):
         found = each.stat()
@@ -107,7 +107,7 @@ class _SlurmRun:
         self._job, self._directory = job, directory
         self._missing = set(range(machines))
         self._shown = 0
-        self._state = "PENDING"  # "" where the controller does not know the job any more
+        self._state = "PENDING"  # "" where the controller no longer knows the job
         self._is_over_since: float | None = None
 
     def outcomes(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:
@@ -131,7 +131,7 @@ class _SlurmRun:
                 self._missing.clear()
 
     def ask_to_stop(self) -> None:
-        # scancel would wait for a job that has not begun, which has nobody to ask.
+        # scancel would wait for a job that has not begun, where nothing can be asked.
         self._cancel(*(["--signal=TERM"] if self._state == "RUNNING" else []))
 
     def kill(self) -> None:
@@ -156,7 +156,7 @@ class _SlurmRun:
             )
 
     def _has_ended(self) -> bool:
-        """Ask the controller, which may be away for a while: what it said last is true until it answers."""
+        """Ask the controller, which may be away for a while: its last answer holds until the next one."""
         asked = ["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self._job}"]
         with suppress(subprocess.TimeoutExpired):
             done = _call(*asked, timeout_s=_ANSWER_S)

@@ -17,7 +17,7 @@ from unisono.launch.supervisor import Supervisor
 
 
 def say_asked(signum: int, grace_s: float | None = None) -> None:
-    """Say on stderr, in the handler of a signal, what it makes the workers do; with `grace_s` they only have to end."""
+    """Say on stderr, in a signal handler, what it makes the workers do; with `grace_s` they only have to end."""
     what = "stop at their next should_stop()" if grace_s is None else f"have {grace_s:g} s to end"
     begin, end = ("\n", "; Ctrl-C again ends them now") if signum == signal.SIGINT else ("", "")  # after the "^C"
     with suppress(OSError):  # not via sys.stderr, which may be in the middle of a write
@@ -67,7 +67,7 @@ class ProcessContext:
 
         Raises:
             BaseException: what a worker raised; as for `spawn`.
-            ClosedError: `stop` has ended workers before fn returned.
+            ClosedError: `stop` ended workers before fn returned.
             KeyboardInterrupt: after Ctrl-C in this process, once the workers have been stopped; a second Ctrl-C kills
                 them. If workers call `should_stop`, the first Ctrl-C only asks them to stop early, as SIGTERM does. An
                 exception raised by another signal's handler in this process stops them in the same way.
@@ -83,7 +83,7 @@ class ProcessContext:
         self._supervisor.request(Group.stop)
 
     def start(self) -> None:
-        """Start the workers; `join` does so too, if they are not running yet. `spawn` has already called it."""
+        """Start the workers; so does `join`, if they are not running yet. `spawn` has already called it."""
         with self._stop_on_signal():
             self._supervisor.start()
 
@@ -102,7 +102,7 @@ class ProcessContext:
 def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
     """Let SIGTERM, and the first Ctrl-C, ask workers that handle a stop to do so. If none does, SIGTERM ends this
     process, and with it the workers, and Ctrl-C interrupts; SIGHUP, of a closed terminal, always ends it. A program's
-    own handlers stay; SIGTERM's is called, too."""
+    own handlers stay; its SIGTERM handler is called, too."""
     hangup = getattr(signal, "SIGHUP", signal.SIGTERM)
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, hangup)}
     is_handling = preemption.takes(before[signal.SIGTERM])

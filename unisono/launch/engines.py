@@ -1,6 +1,6 @@
 """`spawn(..., engine=)`: workers on machines that an engine lends, such as SLURM, Ray, or hosts by SSH.
 
-An engine starts one agent of ours per machine (`unisono/engines/machine.py`), which starts that machine's workers. A
+An engine starts one of our agents per machine (`unisono/engines/machine.py`), which starts that machine's workers. A
 result crosses the agent as bytes: the script's own classes are known to its workers, and to the caller.
 """
 
@@ -39,8 +39,8 @@ _MARGIN_S = 10.0  # after the grace period, in which the agents of the other mac
 
 @dataclass(frozen=True)
 class Bundle:
-    """What the agent of each machine gets; the caller has the variables that the engine was asked to send, and of its
-    search path, `num_first` entries precede the standard library: the script's directory, and PYTHONPATH."""
+    """What the agent of each machine gets. The caller has the variables that the engine was asked to send; the first
+    `num_first` entries of its search path precede the standard library: the script's directory, and PYTHONPATH."""
 
     call: bytes
     options: Options
@@ -50,7 +50,7 @@ class Bundle:
     secret: str = field(default_factory=lambda: token_hex(32), repr=False)
 
     def take_over(self) -> Caller:
-        """Make this process, an agent, the caller of its machine's workers: with the directory and the paths that are
+        """Make this process, an agent, the caller of its machine's workers, with the directory and the paths that exist
         here, too."""
         with suppress(OSError):
             os.chdir(self.caller.directory)
@@ -67,7 +67,7 @@ class Bundle:
 
 def find_engine(engine: str | Engine) -> Engine:
     """The engine of this name, with its defaults, among the entry points "unisono.engines". ValueError: there is none;
-    TypeError: it is no engine; ImportError: the library that it needs is missing."""
+    TypeError: it is not an engine; ImportError: the library that it needs is missing."""
     if not isinstance(engine, str):
         if isinstance(engine, type) or not hasattr(engine, "machines_for"):
             raise TypeError(f"engine={engine!r} is no engine; pass a name, or one such as Hosts(['node1', 'node2'])")

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from unisono.launch.hosts.agent_round import MachineReport
     from unisono.launch.hosts.other_machines import OtherMachines
 
-_END_S = 30.0  # seconds that the workers have, after the last outcome, for their exit handlers
+_END_S = 30.0  # seconds that the workers have for their exit handlers after the last outcome
 _SETTLE_S = 3.0  # seconds that a report of a broken world waits for the report of the rank that broke it
 _LONG_S = 3600.0  # the longest single wait: selectors accept at most a few weeks
 _KEPT_LINES = 400  # of stderr: as many as are kept if lines are short
@@ -74,7 +74,7 @@ class Ending:
         self._left = [signal.SIGTERM, signal.SIGKILL]
 
     def begin_within(self, seconds: float) -> None:
-        """Begin at the latest after so many seconds; the earliest such limit counts."""
+        """Begin after that many seconds at the latest; the earliest such limit counts."""
         due = time.monotonic() + seconds
         self.due = due if self.due is None else min(due, self.due)
 
@@ -160,7 +160,7 @@ class Group:
         self._ending.ask(signal.SIGTERM)
 
     def ask_to_stop(self) -> None:
-        """Ask the workers that handle a stop to stop at their next step; those that begin to handle it later are asked
+        """Ask the workers that handle a stop to stop at their next step; ask those that begin to handle it later
         then."""
         self._is_stop_wanted = True
         self._signal_workers(
@@ -175,7 +175,7 @@ class Group:
             self.give_up(verdict, _SETTLE_S if verdict.is_secondary else 0.0)
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
-        """End the group for a reason outside it, which may be the first cause."""
+        """End the group for an outside reason, which may be the first cause."""
         reason = replace(reason, at=time.monotonic())  # another machine has another clock
         if self._reason is None or first_cause({"before": self._reason, "now": reason}) == "now":
             self._reason = reason
@@ -256,9 +256,9 @@ class Group:
         else:
             worker.outcome = Outcome.from_bytes(data)
             is_failure = worker.outcome.error is not None
-            # A rank that has returned makes no more progress, and is no hang.
+            # A rank that has returned makes no more progress, but does not hang.
             self._standstill.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
-            # An error after our first signal is a consequence of it, and never the first cause.
+            # An error after our first signal is a consequence of it, never the first cause.
             worker.was_stopped = is_failure and worker.outcome.at > self._ending.began_at
             if is_failure:
                 self._note_failure(worker.outcome.is_secondary)
@@ -281,11 +281,11 @@ class Group:
             self._note_end(worker, None, f"could not be started ({message['text']})")
 
     def _lose_zygote(self) -> None:
-        """Handle the zygote's death: the parent-death signal has killed the workers, but not the processes they had
+        """Handle the zygote's death: the parent-death signal has killed the workers, but not the processes that they
         started."""
         assert self._zygote is not None
         self._selector.unregister(self._zygote)
-        # No worker can tell why: the zygote has failed in its own start.
+        # No worker can say why: the zygote has failed in its own start.
         if all(worker.pid is None for worker in self.workers):
             raise UnisonoError(
                 "the process that workers are forked from ended before it forked one; its output is above"
@@ -304,9 +304,9 @@ class Group:
         self._read_reports(worker)  # what it wrote before it ended is still in the pipe
         worker.has_ended = True
         if worker.outcome is None:
-            # With an outcome, it was forgotten when that arrived.
+            # With an outcome, it was dropped when that arrived.
             self._standstill.forget(worker.rank, time.monotonic())
-            # A signal that we have not sent is a cause of its own, even while the group is being stopped.
+            # A signal that we did not send is a cause in itself, even while the group is being stopped.
             is_foreign = status is not None and status < 0 and -status not in self._ending.sent
             worker.was_stopped = bool(self._ending.sent) and not is_foreign
             # Only an unexplained SIGKILL can be the out-of-memory killer's.
@@ -319,7 +319,7 @@ class Group:
                 self._note_failure(is_secondary=status == -signal.SIGABRT)
 
     def _describe_place(self, worker: Worker) -> str:
-        """Like `str(world)` of that rank; with the device and node that it would have had."""
+        """Like `str(world)` of that rank, with the device and node that it would have had."""
         its = self._job.place_of(worker.rank)
         place = f"rank {its.rank} of {its.world_size}, {self._job.backend}:{its.local_rank}"
         return f"{place}, {this_process(worker.pid)}, restart {its.restart_count}"
@@ -331,8 +331,8 @@ class Group:
 
     def _send_next_signal(self) -> None:
         if (signum := self._ending.take_signal()) is not None:
-            # A worker that handles SIGTERM treats it as a request. The caller's stop is one; after a failure none is
-            # answered.
+            # A worker that handles SIGTERM treats it as a request. The caller's stop is one; after a failure, no
+            # request is answered.
             is_deaf = signum == signal.SIGTERM and not self._ending.was_asked
             if deaf := [worker for worker in self.workers if worker.handles_stop and is_deaf]:
                 self._ending.sent.append(signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The outcome of a group: its results, or the first cause with everything known about it.
 
-The first cause is looked for among the failures that were not caused by us, by stopping the group, and the reason why
-it was stopped from outside, if there was one. Its error keeps its type; `failures` holds every rank's.
+The first cause is among the failures that we did not cause by stopping the group, and the reason why it was stopped
+from outside, if there was one. Its error keeps its type; `failures` holds every rank's.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
 
 
 def _lost_step(rank: int, died: BaseException | None, tail: list[str]) -> CollectiveMismatchError | None:
-    """Make the error of a rank that its transport has ended because it and a peer had called different collectives.
+    """Make the error of a rank that its transport ended because it and a peer called different collectives.
 
     Our own collectives are compared before they are sent. Torch's are not, including those of sharded tensors and of
     checkpoints; this rank's call is on the stack that the worker has written at its end.

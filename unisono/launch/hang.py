@@ -91,8 +91,8 @@ class HangWatch:
 
 
 class StackCollection:
-    """The collection for one group, from the first doubt to the error, or to the next progress; `ask` sends workers
-    the signal to write their stacks, into that directory."""
+    """The collection for one group, from the first doubt to the error, or to the next progress; `ask` sends workers the
+    signal to write their stacks into that directory."""
 
     def __init__(
         self, job: Job, directory: Path, ask: Callable[[list[Worker]], None], others: OtherMachines | None = None
@@ -123,7 +123,7 @@ class StackCollection:
         self._compare_calls()
 
     def _compare_calls(self) -> None:
-        """Compare what ranks that stand still have called last."""
+        """Compare the last calls of ranks that stand still."""
         actions, places = find_mismatch({rank: pulse.calls for rank, pulse in self._watch.pulses.items()})
         if actions:
             self._mismatch = mismatch_error(actions, places)
@@ -156,7 +156,7 @@ class StackCollection:
 
     def examine(self, now: float, running: Sequence[Worker]) -> WorkerHungError | CollectiveMismatchError | None:
         """Request the stacks of `running`, which have not ended; on a later call, unless a rank has moved, return the
-        error that names the late ranks. At once, if what ranks have called differs."""
+        error that names the late ranks. At once, if the ranks' calls differ."""
         if self._mismatch is not None:
             return self._mismatch
         paths = {worker.rank: stacks_path(self._directory, worker.rank) for worker in running}
@@ -210,7 +210,7 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
         late = sorted(watch.returned)
         verdict = f"{_name_waiting(late, 'has', 'have')} returned, while {_group_by_collective(waiting)}"
     elif waiting and late:
-        verdict = f"{_name_waiting(late)} late: {_places(late, stacks)}; {_group_by_collective(waiting)}"
+        verdict = f"{_name_waiting(late)} late: {_describe_places(late, stacks)}; {_group_by_collective(waiting)}"
     else:
         progress = {rank: pulses[rank].progress for rank in ranks if rank in pulses}
         # A rank with an accelerator waits wherever it needs a result.
@@ -219,7 +219,7 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
         if waiting:
             verdict = f"all ranks wait, but not in the same call: {_group_by_collective(waiting)}{behind}"
         else:
-            verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
+            verdict = f"no rank is in a collective: {_describe_places(ranks, stacks)}{behind}"
     seconds, advice = watch.limit
     text = f"no rank has made progress for {seconds:.4g} s, and {verdict}. {advice}"
     error = WorkerHungError(text, late, dict(stacks))
@@ -229,20 +229,19 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
 
 
 def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) -> str:
-    """The collective that a rank is in, in words: ours are reported, torch's are found on the stack; "" if it is in
-    none."""
+    """The collective that a rank is in, in words: ours are reported, torch's are found on the stack; "" for none."""
     if (pulse := pulses.get(rank)) is not None and pulse.doing and stacks.get(rank, "unknown"):
-        return pulse.doing  # one without a stack is stopped, and its last pulse is old
+        return pulse.doing  # a rank without a stack is stopped, and its last pulse is old
     frames = frames_of(main_stack(stacks.get(rank, "")))
     inner = dropwhile(lambda frame: frame.file.endswith(_DISPATCH), frames)
     inside = takewhile(lambda frame: any(part in frame.file for part in _WAITS_IN), inner)
     # torch wraps its collectives in a logging decorator, whose function is named `wrapper`.
     names = [frame.name for frame in inside if frame.name != "wrapper"]
-    # The innermost frame is first, so the last of these is the call that the program has made.
+    # The innermost frame is first, so the last of these is the program's call.
     return describe_call(frames) or f"{names[-1]}()" if names else ""
 
 
-def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
+def _describe_places(ranks: list[int], stacks: Mapping[int, str]) -> str:
     texts = []
     for rank in ranks:
         frames = frames_of(main_stack(stacks.get(rank, "")))

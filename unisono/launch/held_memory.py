@@ -1,5 +1,5 @@
-"""Memory that outlives the workers: held by the process that starts them again, and gone with it. It has the snapshots
-(`checkpoint/snapshot_memory.py`), and behind them the steps that each rank of this machine has done.
+"""Memory that outlives the workers: the process that restarts them holds it, and it is gone with that process. It has
+the snapshots (`checkpoint/snapshot_memory.py`), and after them the steps that each rank of this machine has done.
 
 *Threads:* each rank writes what is its own; the launcher reads, and clears the steps before it starts a group.
 """
@@ -20,7 +20,7 @@ from unisono.report.steps import NUMBERS, StepsDone
 logger = logging.getLogger(__name__)
 
 SIZE = 1 << 62
-"""The bytes that there are for snapshots. It is sparse: it takes what was written."""
+"""The bytes available for snapshots. The memory is sparse: it takes only what was written."""
 MOST_RANKS = 256
 """Of a machine."""
 
@@ -30,8 +30,8 @@ _STEPS += -_STEPS % mmap.ALLOCATIONGRANULARITY
 
 
 def create_memory() -> int | None:
-    """A descriptor of an empty memory; None where the system has no file without a name, or none of that size
-    (`ulimit -f`)."""
+    """A descriptor of an empty memory; None where the system has no files without a name, or none of that size (`ulimit
+    -f`)."""
     if not hasattr(os, "memfd_create"):
         return None
     file = os.memfd_create("unisono-held", os.MFD_CLOEXEC)
@@ -45,7 +45,7 @@ def create_memory() -> int | None:
 
 @contextmanager
 def held_memory() -> Iterator[str]:
-    """The path by which workers of this machine open a new memory, which lasts for the block; "" if there is none."""
+    """The path where workers of this machine open a new memory, which lasts for the block; "" if there is none."""
     file = create_memory()
     try:
         yield "" if file is None else f"/proc/{os.getpid()}/fd/{file}"
@@ -55,7 +55,7 @@ def held_memory() -> Iterator[str]:
 
 
 def own_steps(path: str, local_rank: int) -> StepsDone:
-    """The steps that this rank has done, in the memory of that path. Without one, or for more ranks than it is made
+    """The steps that this rank has done, in the memory at that path. Without one, or for more ranks than it has room
     for, they are in this process alone."""
     if not path or local_rank >= MOST_RANKS:
         return StepsDone()
@@ -72,7 +72,7 @@ def clear_steps(path: str) -> None:
 
 
 def read_steps(path: str, count: int) -> list[StepsDone]:
-    """What each of the ranks of this machine has done since then, as far as it is in that memory."""
+    """What each rank of this machine has done since then, as far as that memory has it."""
     if not path:
         return []
     with open(path, "rb", buffering=0) as file:
@@ -82,8 +82,8 @@ def read_steps(path: str, count: int) -> list[StepsDone]:
 
 def save_snapshot(path: str, choose: Callable[[], int | None] = lambda: 0) -> None:
     """Save the newest snapshot in that memory as a checkpoint, if the script would load it. In a process of its own:
-    this one knows nothing of checkpoints. `choose` returns how many numbers of checkpoints are left to other machines;
-    None if one of them saves it."""
+    this one knows nothing of checkpoints. `choose` returns how many checkpoint numbers to leave to other machines; None
+    if one of them saves it."""
     if not has_snapshots(path) or (left := choose()) is None:
         return
     code = f"from unisono.checkpoint.snapshot_contents import rescue; rescue({path!r}, {left})"

@@ -1,9 +1,9 @@
 """Compares the caller's imported modules with those of a worker, which imports them itself.
 
-Modules are pickled by name. So what a caller has changed in a module since its import (`config.LR = 0.5`) is missing in
-its workers, and a file that was edited meanwhile has different contents there. Rank zero compares the modules that it
-has imported for `fn` with the caller's, and reports each that differs once. Only the user's modules are compared, not
-installed ones; of their globals, plain data and functions, except for names that begin with an underscore.
+Modules are pickled by name. So workers lack what a caller has changed in a module since its import (`config.LR = 0.5`),
+and see different contents of a file that was edited meanwhile. Rank zero compares the modules that it has imported for
+`fn` with the caller's, and reports each that differs once. Only the user's modules are compared, not installed ones; of
+their globals, plain data and functions, except for names that begin with an underscore.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def compare_modules(theirs: Mapping[str, Mapping[str, str]], report: Callable[[s
 
 
 def _text_of(value: Any) -> str:
-    """The text of plain data or of a function; TypeError for anything else, which is not asked: it may import a
-    library."""
+    """The text of plain data or of a function; TypeError for anything else, which is not asked for it: that may import
+    a library."""
     kind = type(value)
     if kind in _PLAIN:
         return repr(value)

@@ -1,11 +1,11 @@
-"""What the workers of a group get, in a private directory of their group, and what they take over from their caller.
+"""What the workers of a group get, in a private directory of the group, and what they take over from their caller.
 
     <TMPDIR>/unisono-1-89fe0a31-ab12cd34/     0700; how deep the group is in groups, and which machine it is on
         store                                 the file in which the process group meets
         multiprocessing/                      sockets of loader workers
         stacks-0, ...                         of the workers
 
-What they are to do, with the caller's environment, is in a file without a name.
+Their task, with the caller's environment, is in a file without a name.
 
 No port is opened and no name is looked up, so any number of groups can start concurrently, and a broken resolver delays
 none of them. The directory of a group that a worker starts is inside that of the worker's own group and is removed with
@@ -49,7 +49,7 @@ _PULSE_S = 1.0  # seconds between two checks of a worker's progress
 
 @dataclass(frozen=True)
 class Caller:
-    """What a worker takes over from the process that has called `spawn`.
+    """What a worker takes over from the process that called `spawn`.
 
     Attributes:
         modules: as `describe_modules` returns them, pickled.
@@ -83,8 +83,8 @@ class Job:
         held_memory: the path of the memory that its launcher holds; "" for none.
         groups_before: how many groups of the same run were started before this one.
         done_before: the optimizer steps that the attempt before had done; 0 if there was none.
-        place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
-        secret: by which such ranks sign what they send one another by gloo: other users reach the loopback, too.
+        place: the first worker's on this machine; without an address, the ranks meet in the group's directory.
+        secret: signs what such ranks send one another by gloo: other users reach the loopback, too.
     """
 
     call: bytes
@@ -149,15 +149,15 @@ def rendezvous() -> Iterator[Path]:
 
 @contextmanager
 def private_directory(kind: str) -> Iterator[Path]:
-    """Create a directory that only its user can open, in that of the group whose worker this is, or else in TMPDIR;
-    remove it after the block. Remove those, of whatever kind, that dead processes have left there."""
+    """Create a directory that only its user can open, in that of this worker's own group, or else in TMPDIR; remove it
+    after the block. Remove those, of any kind, that dead processes have left there."""
     import fcntl  # Unix only
 
     outer, creator = os.environ.get(OUTER_DIRECTORY, ""), os.getpid()
     parent = outer if os.path.isdir(outer) else tempfile.gettempdir()
     machine = f"{crc32(platform.node().encode()):08x}"  # those that share a directory may not share its locks
     for each in Path(parent).glob(f"unisono-*-{machine}-*"):
-        with suppress(OSError), _opened(each) as descriptor:
+        with suppress(OSError), _opened_directory(each) as descriptor:
             if os.fstat(descriptor).st_uid == os.geteuid():  # another user's may hold anything
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(each, ignore_errors=True)
@@ -176,7 +176,7 @@ def _create_locked(prefix: str, parent: str) -> tuple[Path, int]:
 
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with suppress(FileNotFoundError), _opened(directory) as descriptor:
+        with suppress(FileNotFoundError), _opened_directory(directory) as descriptor:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             directory.stat()  # others may have removed it before it was locked
@@ -184,7 +184,7 @@ def _create_locked(prefix: str, parent: str) -> tuple[Path, int]:
 
 
 @contextmanager
-def _opened(directory: Path) -> Iterator[int]:
+def _opened_directory(directory: Path) -> Iterator[int]:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor

@@ -50,8 +50,8 @@ def say_once(text: str) -> None:
 
 
 def shorten_traceback(error: BaseException) -> None:
-    """Drop the frames of this process from the error of a worker, which shows its own, and from a Ctrl-C, which says
-    nothing by where it came; UNISONO_TRACEBACK=full shows all frames of both."""
+    """Drop the frames of this process from the error of a worker, which shows its own, and from a Ctrl-C, whose place
+    means nothing; UNISONO_TRACEBACK=full shows all frames of both."""
     sources = [each for each in chain_of(error) if isinstance(each, RemoteTraceback)]
     if shows_all_frames():
         for each in sources:

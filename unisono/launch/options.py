@@ -80,7 +80,7 @@ class Cores:
 
     Attributes:
         num_threads: CPU threads per worker; None uses OMP_NUM_THREADS, or else divides the usable cores evenly.
-        num_loader_workers: DataLoader workers per worker, which then get their share of the cores as well.
+        num_loader_workers: DataLoader workers per worker, which then also get their share of the cores.
         pin: keep each worker, and the processes it starts, to the cores near its GPU, as torch.numa has them: of the
             GPU's "node" or "socket", an "exclusive" part of its node, or one "core-complex".
 
@@ -168,7 +168,7 @@ class Options:
             check_integer(self.snapshot_every, "snapshot_every", 1, "pass a number of optimizer steps, or None")
 
     def check_ranks(self, count: int) -> None:
-        """ValueError: the output of a rank is asked for that is not among the `count` ranks."""
+        """ValueError: the output of a rank outside the `count` ranks is asked for."""
         if outside := [rank for rank in self.output.ranks or () if rank >= count]:
             raise ValueError(f"Output(ranks=...) names rank {outside[0]}; the ranks are 0 to {count - 1}")
 

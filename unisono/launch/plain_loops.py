@@ -1,7 +1,7 @@
-"""Loops that do not use this package: torch's DataLoader, model and optimizer, also those in the loops of a library.
+"""Loops that do not use this package: torch's DataLoader, model and optimizer, also in the loops of a library.
 
-Where a run is recorded, functions of torch are wrapped, so that the track of such a loop has the phases that loops over
-loaders of this package have:
+Where a run is recorded, functions of torch are wrapped, so that the track of such a loop has the same phases as a loop
+over a loader of this package:
 
     fetch      `DataLoader.__iter__`, and `next()` of its iterators
     forward    `DistributedDataParallel.forward`; while gradients are off, it is "evaluate"
@@ -10,12 +10,12 @@ loaders of this package have:
     step       `Optimizer.step`, by torch's hooks
     compute    the rest between two batches; without a DataLoader, the rest from the first pass on
 
-*Threads:* that which has called `observe_plain_loops`; in others the wrapped functions only call torch's.
+*Threads:* the one that called `observe_plain_loops`; in others the wrapped functions only call torch's.
 
 Invariants:
 
-1. Nothing here changes a result, or raises. After an error of its own, it observes no longer.
-2. What is on the track already is not observed: a loop over a loader of this package, but for a backward pass that the
+1. Nothing here changes a result, or raises. After an error of its own, it no longer observes.
+2. What the track already has is not observed: a loop over a loader of this package, except for a backward pass that the
    script calls itself, and what a prepared object does.
 """
 
@@ -116,7 +116,7 @@ class PlainLoops:
         )
         for owner, name, phase in kinds:
             setattr(owner, name, self._in_phase(phase, getattr(owner, name)))
-        LoaderIterator.__next__ = self._receiving(LoaderIterator.__next__)
+        LoaderIterator.__next__ = self._receiving_batches(LoaderIterator.__next__)
         collectives = {name: each for name in _COLLECTIVES if (each := getattr(dist, name, None))}
         replace_functions(**{name: self._in_phase(REDUCE, each) for name, each in collectives.items()})
         register_optimizer_step_pre_hook(self._before_optimizer)
@@ -137,7 +137,7 @@ class PlainLoops:
 
         return wrapped
 
-    def _receiving(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _receiving_batches(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:  # noqa: N807
             entered = self._enter(FETCH)
@@ -155,7 +155,7 @@ class PlainLoops:
         return __next__
 
     def _enter(self, phase: str, into: str | None = None) -> _Entered | None:
-        """Enter the phase, or another `into` which it begins; None if what is called now is not to be observed."""
+        """Enter the phase, or another one, `into`, that it begins; None if the current call is not to be observed."""
         if is_dynamo_compiling() or self._is_off or get_ident() != self._thread:
             return None
         try:
@@ -190,7 +190,7 @@ class PlainLoops:
             self._end(error)
 
     def _phase_after(self, phase: str | None, before: str | None) -> str | None:
-        """The first pass or step outside of any loop begins one that has no DataLoader, and no known end."""
+        """The first pass or step outside any loop begins one that has no DataLoader, and no known end."""
         if phase not in (FORWARD, BACKWARD, STEP):
             return before
         return COMPUTE if before == EVALUATE or (before is None and not self._is_fed) else before
@@ -236,15 +236,15 @@ class PlainLoops:
             loop.passes = self._passes
             track.switch(COMPUTE if is_training else EVALUATE)
             track.count_wait(Waits(track.since - began, 0, 0))
-            # Not "batches": they tell that ranks share a loader's.
-            samples, size = _measure(batch)
+            # Not "batches": those show that ranks share a loader.
+            samples, size = _measure_batch(batch)
             track.counts["samples"] += samples
             track.counts["bytes"] += size
             if is_training:
                 self._stepped.clear()
                 if not self._is_fed:
                     self._is_fed = True
-                    self._loops[0].before = None  # what was before it was no loop
+                    self._loops[0].before = None  # what was before it was not a loop
         except Exception as error:
             self._end(error)
 
@@ -261,7 +261,7 @@ class PlainLoops:
             self._end(error)
 
     def _drop_loop(self, iterator: weakref.ref[Any], thread: Callable[[], int] = get_ident) -> None:
-        """A loop was left early, as its iterator shows, which the garbage collector may drop in any thread."""
+        """A loop was left early, as its dropped iterator shows; the garbage collector may drop it in any thread."""
         if thread() != self._thread:  # no global name: at the interpreter's exit, modules may be gone
             return
         found = next((loop for loop in self._loops if loop.iterator is iterator), None)
@@ -315,14 +315,14 @@ class PlainLoops:
         return True
 
     def _give_up_step(self, track: Track, phase: str) -> None:
-        """Leave a step of which no end was seen, since it has raised."""
+        """Leave a step whose end was not seen, since it has raised."""
         is_within_closure = self._has_closure and phase != FETCH
         if self._stepping is not None and not is_within_closure:
             self._stepping, self._has_closure = None, False
             track.switch(COMPUTE)
 
 
-def _measure(batch: Any) -> tuple[int, int]:
+def _measure_batch(batch: Any) -> tuple[int, int]:
     """The samples and the bytes of a batch; fast for the most common ones."""
     held = flat_tensors(batch)
     if not held:

@@ -35,7 +35,7 @@ _LINGER_S = 5.0  # how long rank zero's store outlives a failure at most, for pe
 _CLOSE_S = 10.0  # how long it waits for the last rank to leave
 _REACH_S = 10.0  # for a connection to another machine
 _SILENT_S = 10.0  # how long a rank waits for others without a word
-_NEXT = 128  # machines: so many connections fit into a socket from which nobody takes them
+_NEXT = 128  # machines: this many connections fit into a socket that nobody accepts them from
 _ADDRESS = "unisono/reach/{}"
 _HERE = "unisono/here/{}"
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -58,7 +58,7 @@ def join(
         RuntimeError, OSError: the peers could not be reached; torch's own message, with a note on what was tried.
     """
     device = backend.enter_worker(place.local_rank, place.local_world_size)
-    if place.address:  # otherwise their group has a secret of its own
+    if place.address:  # otherwise their group has its own secret
         use_secret(os.environ.get(SECRET, ""))
         if place.rank == 0 and SECRET not in os.environ:
             logger.warning(
@@ -103,7 +103,7 @@ def join(
 
 
 def _check_peers(comm: Communicator) -> None:
-    """Check that all ranks know the secret, and name the world after what they have thought of."""
+    """Check that all ranks know the secret, and name the world after what they have made up."""
     inner: Any = innermost(comm)
     inner.name = hashlib.sha256(check_peers(inner.gather_bytes, comm.rank)).hexdigest()
     seal_objects(inner.name)
@@ -147,8 +147,8 @@ def _name_interface(place: RankPlace) -> None:
 @contextlib.contextmanager
 def _reached(place: RankPlace, store: dist.distributed_c10d.Store) -> Iterator[None]:
     """Check that ports are open between the machines, as the transport needs: it would wait for minutes, and not say
-    for what. Each rank connects to the one in its place on each other machine, of many on the next ones, and can itself
-    be reached in the block."""
+    for what. Each rank connects to the rank in its place on every other machine, or on the next ones if there are many,
+    and can itself be reached in the block."""
     if place.world_size == place.local_world_size or (place.is_store_there and not place.store):
         yield  # what such a store has may be from before a restart
         return
@@ -177,7 +177,7 @@ def _reached(place: RankPlace, store: dist.distributed_c10d.Store) -> Iterator[N
 
 
 def _warn_of_absent(place: RankPlace, others: Sequence[int], store: dist.distributed_c10d.Store, key: str) -> None:
-    """Wait for these ranks to write their keys, for a while; then name those that have not."""
+    """Wait for a while for these ranks to write their keys; then name those that have not."""
     try:
         store.wait([key.format(other) for other in others], timedelta(seconds=_SILENT_S))
     except dist.DistStoreError:
@@ -204,7 +204,7 @@ def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Sto
     # torchrun's store outlives a restart, and still contains the addresses of dead ranks. On one machine all ranks
     # count restarts alike; on several each agent has its own count, so our agents give each start of the ranks a name.
     prefix = place.store or (f"unisono/{place.restart_count}" if is_on_one_machine else "unisono")
-    # Signed with the prefix in the keys: the addresses of an earlier start are not believed in a later one.
+    # Signed with the prefix in the keys: the addresses of an earlier start are not trusted in a later one.
     _signed = sealed_store(server)
     store: dist.distributed_c10d.Store = dist.PrefixStore(prefix, _signed)  # type: ignore[attr-defined]
     if has_secret() and not place.store and (is_on_one_machine or not place.is_store_there):
@@ -227,8 +227,8 @@ def _explanation(place: RankPlace) -> str:
 
 @contextlib.contextmanager
 def suppress_greetings() -> Iterator[None]:
-    """Keep out of standard output what gloo writes there from C++ when ranks have connected, before torch 2.13, and
-    with it what other threads print at that moment."""
+    """Keep out of standard output what gloo, before torch 2.13, writes there from C++ when ranks have connected, and
+    what other threads print at that moment."""
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
         yield
         return

@@ -1,4 +1,4 @@
-"""What a worker reports to its supervisor: messages through one pipe, of which the outcome is the last.
+"""What a worker reports to its supervisor: messages through one pipe, the outcome last.
 
 The worker's pulse is sent whenever it has changed: a thread reads counters that are kept anyway.
 
@@ -31,7 +31,7 @@ class Kind(IntEnum):
 
     PULSE = 1  # a pickled `Pulse`
     HANDLES_STOP = 2  # SIGTERM is a request to this worker, which acts on it at its next step: see `should_stop`
-    STOPPED = 3  # all ranks have agreed to stop, after so many steps; the outcome is that of an early end
+    STOPPED = 3  # all ranks have agreed to stop, after that many steps; the outcome is that of an early end
     OUTCOME = 4  # an `Outcome` as bytes
     NOTE = 5  # text for the user, the same from each rank, shown only once
 
@@ -43,7 +43,7 @@ class Pulse:
     Attributes:
         progress: increases with every collective, batch and step.
         doing: the collective it is in.
-        calls: while it stands still, what its program has called last on groups of torch.
+        calls: while it stands still, its program's last calls on groups of torch.
     """
 
     progress: int
@@ -85,7 +85,7 @@ class Inbox:
         return bool(data)
 
     def take(self) -> Iterator[tuple[Kind, Any]]:
-        """Yield the messages that are complete now, as bytes; an outcome as the memory that it was read into."""
+        """Yield the messages that are complete now, as bytes; an outcome, as the memory that it was read into."""
         while len(self._received) >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._received)
             end = _HEADER.size + length
@@ -128,7 +128,7 @@ def _send_pulses(
 ) -> None:
     """Body of the pulse's thread."""
     reported: Pulse | None = None
-    # A signal that this thread takes does not wake the main one, in which its handler runs. The kernel chooses another
+    # A signal that this thread takes does not wake the main one, where its handler runs. The kernel chooses another
     # thread if the main one has yet to take one: SIGTERM, then Ctrl-C at once.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     # The first one at once: until then, the supervisor does not count this rank.

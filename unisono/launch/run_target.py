@@ -54,8 +54,8 @@ def check_target(target: Target) -> None:
 
 
 def check_preload(target: Target, names: Iterable[str]) -> None:
-    """Check that modules which the workers share can be imported as the target could, without importing any.
-    ModuleNotFoundError: there is none of such a name."""
+    """Check that modules that the workers share can be imported as the target could, without importing any.
+    ModuleNotFoundError: no module has such a name."""
     _set_first_path(_directory_of(target))
     for name in names:
         _find_module(name)
@@ -74,7 +74,7 @@ def _find_module(name: str) -> None:
 
 
 def describe_command(target: Target) -> dict[str, Any]:
-    """What is started, and where, for the record of a run; of a script also the SHA-256 of its text."""
+    """What is started, and where, for the record of a run; for a script, also the SHA-256 of its text."""
     source = "" if target.is_module else hashlib.sha256(Path(target.name).read_bytes()).hexdigest()
     return {
         "target": target.name,
@@ -116,7 +116,7 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     run and its machine. WorkerDiedError if it called `sys.exit` with a code other than 0."""
     world = current_world()
     before = getattr(world.comm, "progress", None)
-    accept_device_ids(say_once)  # also where the single worker is this process
+    accept_device_ids(say_once)  # even where the single worker is this process
     if world.timeline.write_digests is not None:
         world.state.command = describe_command(target)
     try:
@@ -158,7 +158,7 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
-    """Those of torchrun's variables that are the same for each rank; libraries detect torchrun by them."""
+    """The torchrun variables that are the same for each rank; libraries detect torchrun by them."""
     return {
         "TORCHELASTIC_RUN_ID": run_id or uuid4().hex,
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),

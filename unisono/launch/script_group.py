@@ -45,21 +45,21 @@ _IN_SHARED_MEMORY = (
 
 
 def let_scripts_initialise(say: Callable[[str], None]) -> None:
-    """Allow a script to initialise the default process group of this process, which exists already, once more.
+    """Allow a script to initialise the default process group of this process again, though it exists already.
 
     Destroying that group does not hang while models that it has reduced still exist, and the collectives of all groups
     that a script creates count as progress. `say` gets what the user is to know, from one rank.
     """
     free_reducers_before_groups()
     accept_device_ids(say)
-    keep_package_out_of_graphs()  # as gloo's are, which are no Python
+    keep_package_out_of_graphs()  # as gloo's are, which are not Python
     note_calls()
     count_group(dist.group.WORLD)
     groups = _ScriptGroups(say)
     create = {name: functools.partial(_create_counted, made) for name in _CREATE if (made := getattr(dist, name, None))}
     replace_functions(
         **create,
-        get_backend=functools.partial(_called, dist.get_backend, groups.names),
+        get_backend=functools.partial(_shown_name, dist.get_backend, groups.names),
         destroy_process_group=functools.partial(_destroy_counted, dist.destroy_process_group),
         init_process_group=initialising(groups.initialise),
     )
@@ -69,7 +69,7 @@ class _ScriptGroups:
     """What a script gets for `init_process_group`, in a process that has joined its world.
 
     Attributes:
-        names: what groups of ours are called for scripts.
+        names: what scripts call our groups.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -82,10 +82,10 @@ class _ScriptGroups:
         self._store, self._backend = default_store(), dist.get_backend_config()
         self._process, self._rank, self._world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
         self._numbers = itertools.count(1)
-        self._inherited: list[Any] = []  # a fork's copies: to end one would end its parent's, or wait
+        self._inherited: list[Any] = []  # a fork's copies: ending one would end its parent's, or wait
 
     def initialise(self, original: Callable[..., None], asked: dict[str, Any]) -> None:
-        """Initialise what the script asks for: our group, one of its own in the announced world, or another world."""
+        """Initialise what the script asks for: our group, its own in the announced world, or another world."""
         is_of_family = asked.get("backend") in family_names()
         is_announced = asked.get("store") is None and (is_of_family or asked.get("init_method") in _OURS)
         is_other = is_announced and _asked(asked, "world_size", self._world_size) != self._world_size
@@ -134,14 +134,13 @@ class _ScriptGroups:
             if asked["store"].add("begun", 1) == asked["world_size"]:
                 asked["store"].set("all_begun", "")
             asked["store"].wait(["all_begun"])
-            _check(dist.group.WORLD)
+            _check_group(dist.group.WORLD)
         if isinstance(dist.group.WORLD, SharedMemoryGroup) and dist.get_rank() == 0 and dist.get_world_size() > 1:
             self._say(_IN_SHARED_MEMORY)
 
 
 def _asked(asked: Mapping[str, Any], name: str, own: int) -> int:
-    """The rank or the number of ranks that a script asks for, by an argument or by what it has left in the
-    environment."""
+    """The rank or the number of ranks that a script asks for, by an argument or by the environment that it has left."""
     given = asked.get(name, -1)
     return int(os.environ.get(name.upper()) or own) if given in (-1, None) else int(given)
 
@@ -152,13 +151,13 @@ def _is_of_gloo(asked: Mapping[str, Any]) -> bool:
     return named in (dist.Backend.GLOO, f"{HOST.type}:{dist.Backend.GLOO}") and asked.get("pg_options") is None
 
 
-def _called(original: Callable[..., Any], names: Mapping[str, Any], group: Any = None) -> Any:
+def _shown_name(original: Callable[..., Any], names: Mapping[str, Any], group: Any = None) -> Any:
     found = original(group)
     return names.get(found, found)
 
 
 def initialising(initialise: Callable[[Callable[..., None], dict[str, Any]], None]) -> Callable[..., None]:
-    """An `init_process_group` that calls that function, with torch's own and the arguments that were given."""
+    """An `init_process_group` that calls that function, with torch's own and the given arguments."""
     original = dist.init_process_group
     signature = inspect.signature(original)
 
@@ -207,7 +206,7 @@ def _names_the_cpu(given: dict[str, Any]) -> bool:
     return bool(named) and are_known and {each.device.type for each in module.parameters()} == {HOST.type}
 
 
-def _check(group: Any) -> None:
+def _check_group(group: Any) -> None:
     """Check who takes part. Those that have mapped the same memory are processes of one user."""
     if not isinstance(group, SharedMemoryGroup):
         check_members(group)
@@ -215,7 +214,7 @@ def _check(group: Any) -> None:
 
 def _create_counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     group = original(*args, **kwargs)
-    _check(group)
+    _check_group(group)
     count_group(group)
     return group
 
@@ -235,7 +234,7 @@ def replace_functions(**functions: Callable[..., Any]) -> None:
     for key, module in list(sys.modules.items()):
         first = key.partition(".")[0]
         if first in sys.stdlib_module_names or (first == "torch" and not key.startswith(dist.__name__)):
-            continue  # most of all, and they hold none
+            continue  # most objects, and they hold none
         held = getattr(module, "__dict__", {})
         for name, (original, function) in replaced.items():
             if held.get(name) is original:

@@ -1,8 +1,8 @@
 """Settings that a script made before `spawn`, and its workers inherit: what changes numbers, warnings, and loggers.
 
 A worker is forked from another process, and would have the defaults. So the caller reads each setting of `SETTINGS`,
-and a worker sets those in which it differs, before it imports the modules of `fn`. The interpreter's options (`-W`,
-`-X`, `-O`) are on the zygote's command line. Whatever else a script changes in its process, it changes in `fn`, too.
+and a worker sets those that differ from its own, before it imports the modules of `fn`. The interpreter's options
+(`-W`, `-X`, `-O`) are on the zygote's command line. Anything else that a script changes, it has to change in `fn`, too.
 
 A handler of `logging` cannot be pickled: it holds a lock and an open stream. So its other attributes are sent, and a
 worker makes another one of them, for its own stdout or stderr, or appending to the same file. A handler of another kind
@@ -87,8 +87,8 @@ class Settings:
 
     Attributes:
         values: by the names of `SETTINGS`.
-        loggers: the caller's that have been changed since their creation, by name: attributes, and handlers; None for
-            those that a worker has itself.
+        loggers: the caller's that were changed since their creation, by name: attributes, and handlers; None for those
+            that a worker has itself.
         seed: the seed of torch's generators; the state of the devices' generators exists in no other process.
     """
 
@@ -150,7 +150,7 @@ def _adopt_loggers(loggers: dict[str, tuple[dict[str, Any], list[Handler] | None
         logger = logging.getLogger(name)
         vars(logger).update(attributes)
         if handlers is not None:
-            kept = [own for own in logger.handlers if type(own) not in _HANDLERS]  # of a library, imported here as well
+            kept = [own for own in logger.handlers if type(own) not in _HANDLERS]  # of a library, also imported here
             logger.handlers[:] = [*map(_make_handler, handlers), *kept]
     logging.root.setLevel(logging.root.level)  # clears what all loggers have cached of the levels
 

@@ -83,7 +83,7 @@ def spawn(
         fn: called as `fn(index, *args)`, with index from 0 to nprocs - 1.
         args: further positional arguments, the same for each worker.
         nprocs: the number of workers; None uses every device of the family. With 1, `join=True` and no option that
-            needs a separate process, `fn` runs in the calling process, with a world of its own.
+            needs a separate process, `fn` runs in the calling process, with its own world.
         join: wait for the workers and return their results; False returns a `ProcessContext` immediately.
         daemon: with `join=False`, end the workers when the calling process exits, instead of waiting for them.
         options: by keyword.
@@ -99,7 +99,7 @@ def spawn(
             - `max_restarts`: how many times a failed group is restarted, with `restart_count` + 1 in its world; `fn`
               continues from its own checkpoint. Default: 0.
             - `snapshot_every`: the default of `Accelerator(snapshot_every=)`: after how many steps the state is copied
-              into memory that this process holds, from which a restarted group continues.
+              into memory that this process holds; a restarted group continues from it.
             - `grace_s`: seconds that a worker has between SIGTERM (or SIGINT) and SIGKILL. Default: 5.
             - `output`: `Output(...)`: log files, and what is shown of the workers' output.
             - `engine`: workers on other machines: "slurm", "ray", or `unisono.engines.Hosts([...])` and the like
@@ -156,8 +156,8 @@ def spawn(
 
 
 def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None = None) -> int:
-    """The number of workers. Each gets a device; several may share one if the group uses gloo in place of the family's
-    own."""
+    """The number of workers. Each gets a device; several may share one if the group uses gloo, not the family's own
+    transport."""
     if nprocs is None:
         return family.device_count()
     check_integer(nprocs, "nprocs", 1, "pass a number of at least 1, or None for all devices")

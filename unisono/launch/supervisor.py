@@ -1,13 +1,13 @@
 """The supervisor: runs a job, one group of workers after another, until one succeeds or no restart is left.
 
 *Threads:* one thread, `unisono-supervisor`, runs `_run_attempts`, and owns all state until it ends. The caller's
-threads only make requests, through a socket that wakes it, and wait on an event.
-The thread does not poll; who waits for it looks at signals.
+threads only make requests, through a socket that wakes it, and wait on an event. The thread does not poll; those who
+wait for it check for signals.
 
 Invariants:
 
-1. Each attempt has a rendezvous of its own, so nothing stale from a failed one is found.
-2. What the caller asked for ends the job: it is never restarted afterwards.
+1. Each attempt has its own rendezvous, so nothing stale from a failed one is found.
+2. A request of the caller ends the job: it is never restarted afterwards.
 3. When `_run_attempts` ends, no worker of the job is running, and nothing is left of its rendezvous.
 """
 
@@ -65,7 +65,7 @@ class Supervisor:
         others: the other machines, if the workers have peers there.
 
     Attributes:
-        restarts_for: why its workers are stopped although nothing has failed, to be started again; "" if they are not.
+        restarts_for: why its workers are stopped to be started again, although nothing has failed; "" if they are not.
     """
 
     def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
@@ -120,8 +120,8 @@ class Supervisor:
 
     @property
     def verdict(self) -> Outcome[list[Any]]:
-        """After the end: the workers' results by rank, or the first cause. A stop that was asked for counts, even if
-        the signal's handler has run only since the end."""
+        """After the end: the workers' results by rank, or the first cause. A requested stop counts, even if the
+        signal's handler has run only since the end."""
         self._verdict = self._as_asked(self._verdict)
         return self._verdict
 
@@ -142,16 +142,16 @@ class Supervisor:
         return not isinstance(error, UnpicklableError | StoppedError)
 
     def handles_stop(self) -> bool:
-        """Whether a worker of the group has said, before this call, that it treats a stop as a request.
+        """Whether a worker of the group said before this call that it treats a stop as a request.
 
-        One that has ended counts: a handler may run long after its signal has arrived. Waits until the workers' pipes
-        have been read, `_READING_S` at most.
+        One that has ended counts: a handler may run long after its signal arrived. Waits until the workers' pipes have
+        been read, `_READING_S` at most.
         """
         self._catch_up()
         return self._group is not None and any(worker.handles_stop for worker in self._group.workers)
 
     def request(self, end: Callable[[Group], None]) -> None:
-        """Request the end of the workers by `Group.interrupt`, `Group.stop` or `Group.ask_to_stop`, after which their
+        """Request the end of the workers by `Group.interrupt`, `Group.stop` or `Group.ask_to_stop`. From then on their
         end counts as an early one, even if they are past their last check."""
         with self._lock:
             self._asked_for.add(end)
@@ -172,7 +172,7 @@ class Supervisor:
         self._queue_request(lambda group: group.hear(report))
 
     def give_up(self, reason: BaseException) -> None:
-        """End the workers for an external reason, which counts as a failure of theirs."""
+        """End the workers for an external reason, which counts as their failure."""
         self._queue_request(lambda group: group.give_up(Outcome(error=reason)))
 
     def _catch_up(self) -> None:
@@ -228,7 +228,7 @@ class Supervisor:
 
     def _record_fault(self, verdict: Outcome[list[Any]]) -> None:
         """Add to the record of the first rank here that the group has failed, or was stopped for another one; not that
-        the caller has asked for its end."""
+        the caller asked for its end."""
         if self.log_directory is None or self._group is None or verdict.error is None:
             return
         if self._asked_for and not self.restarts_for:
@@ -312,7 +312,7 @@ def describe_fault(verdict: Outcome[Any]) -> str:
 
 
 def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int) -> None:
-    """Report in one line that a group has failed, and where, and that another one is started."""
+    """Report in one line that a group has failed, and where, and that another is started."""
     error = verdict.error
     assert error is not None
     kind = ":" if type(error) is UnisonoError else f", because of {type(error).__name__}:"

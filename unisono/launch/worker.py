@@ -3,7 +3,7 @@
 1. It takes over the caller's environment, directory, import path and standard streams, and joins the world.
 2. It calls `fn(rank, *args)`; meanwhile a thread reports its progress.
 3. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
-   reaches the caller before the peers' errors about the broken world do.
+   reaches the caller before the peers' errors about the broken world.
 4. It ends by `os._exit`, after joining the non-daemon threads that `fn` has left, running its atexit functions and
    closing the files that it has left open. This skips the interpreter's slow shutdown, and destructors that abort.
 """
@@ -66,7 +66,7 @@ _NO_TERMINAL = (
     "a worker has no terminal to read from; run a single worker, in the process that has the terminal: "
     "`unisono run -n 1 script.py` without --log-dir and --max-restarts, or spawn(nprocs=1)"
 )
-_LEAVE_S = 5  # seconds that a worker that has sent its outcome may take to leave the world
+_LEAVE_S = 5  # seconds that a worker may take to leave the world after it has sent its outcome
 
 _is_loading = False  # while the call is being unpickled, which imports modules
 
@@ -114,7 +114,7 @@ def _take_place(job: Job, rank: int, directory: str) -> RankPlace:
 
 
 def _set_up(world: World, job: Job, own: StepsDone, reporter: Reporter) -> None:
-    """Make it the world of this process, whose signals, scripts and steps are the job's from now on."""
+    """Make it the world of this process: from now on its signals, scripts and steps belong to the job."""
     world.state.held_memory = job.held_memory
     world.state.groups_before, world.state.done_before = job.groups_before, job.done_before
     world.state.snapshot_every = job.options.snapshot_every
@@ -137,7 +137,7 @@ def _end(
             stream.flush()
     if outcome.error is not None:
         close_files(num_frozen)
-    with contextlib.suppress(Exception):  # whatever is wrong with the record, the outcome is reported
+    with contextlib.suppress(Exception):  # the outcome is reported, whatever is wrong with the record
         if recorder is not None:
             recorder.end(outcome.error)
     if preemption.is_agreed() and world is not None:
@@ -162,8 +162,8 @@ def _note_step(steps: StepsDone, _: int, done: int | None) -> None:
 
 
 def _in_callers_terms(outcome: Outcome[Any], rank: int, world: World | None) -> Outcome[Any]:
-    """The outcome as the caller gets it: with the rank's place, an error of the transport with its reason, and what
-    limits of the machine have to do with it."""
+    """The outcome as the caller gets it: with the rank's place, the reason for an error of the transport, and any limit
+    of the machine that was hit."""
     where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
     # StoppedError is a SystemExit, too, but reports an agreed stop.
     if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
@@ -225,8 +225,8 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
 
 
 def _compare_ends(world: World, value: Any) -> Any:
-    """Return the value, if no rank has done alone what concerns all."""
-    if value is None:  # else the caller may count
+    """Return the value, if no rank did alone what concerns all."""
+    if value is None:  # otherwise the caller may count
         world.state.deliveries.evaluations.settle()
     if isinstance(comm := innermost(world.comm), ProcessCommunicator):
         comm.compare_ends()
@@ -266,7 +266,7 @@ def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
     # stderr is a pipe here, so the width of the terminal cannot be queried.
     terminal.set_columns(caller.columns)
-    sys.breakpointhook = _break
+    sys.breakpointhook = _break_into_debugger
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     # For the supervisor, which wants whole, separate stacks. The descriptor stays open as long as the process lives.
@@ -274,7 +274,7 @@ def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
 
 
-def _break(*args: Any, **kwargs: Any) -> Any:
+def _break_into_debugger(*args: Any, **kwargs: Any) -> Any:
     """What `breakpoint()` calls: the debugger that PYTHONBREAKPOINT names, or pdb if fn has opened a terminal."""
     if os.environ.get("PYTHONBREAKPOINT") or _has_terminal():
         return sys.__breakpointhook__(*args, **kwargs)

@@ -13,11 +13,11 @@ from typing import Any
 from unisono.report.run import RankRecord, Run, place_of
 
 FORMAT = 1
-"""Of the names: a new number, if one of them changes its meaning or is left out."""
+"""The version of the names: a new number if one of them changes its meaning or is left out."""
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """All but what was recorded second by second."""
+    """Everything but what was recorded second by second."""
     report, restarts = run.report, run.restarts
     return {
         "format": FORMAT,

@@ -1,4 +1,4 @@
-"""Two runs beside each other."""
+"""Two runs side by side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows_of(first: Run, second: Run, phases: Sequence[str] = ()) -> list[list[st
 
 
 def share(phase: str) -> Callable[[Run], float]:
-    """The mean share of the ranks' time in loops that went to a phase, of a run; NaN if no rank has recorded it."""
+    """The mean share of the ranks' time in loops that went to a phase of a run; NaN if no rank has recorded it."""
     return lambda run: float(np.mean([each.share(phase) for each in run.report.ranks] or [np.nan]))
 
 

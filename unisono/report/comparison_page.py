@@ -21,7 +21,7 @@ def write_comparison(runs: tuple[Run, Run], paths: Sequence[str], bits: str, pat
 
     Args:
         runs: the first and the second run.
-        paths: where they are, as the user calls them.
+        paths: their places, as the user names them.
         bits: whether their bits differ, in words.
         path: of the page.
     """
@@ -33,7 +33,7 @@ def comparison_data(runs: tuple[Run, Run], paths: Sequence[str], bits: str) -> d
     named = [*dict.fromkeys(phase for run in runs for phase in run.report.named_phases)]
     phases = legend_of(named)
     shares = [[share(phase)(run) if run.report.ranks else 0.0 for phase in (*LOOP_PHASES, *named)] for run in runs]
-    settings = _beside(*({name: _text(value) for name, value in _settings(run).items()} for run in runs))
+    settings = _rows_side_by_side(*({name: _text(value) for name, value in _settings(run).items()} for run in runs))
     return {
         "runs": [[*each, _facts(run), run.verdict] for *each, run in zip(NAMES, paths, runs, strict=True)],
         "bits": bits.splitlines(),
@@ -69,16 +69,16 @@ def _settings(run: Run) -> dict[str, Any]:
     return {"command": run.command} | run.settings | run.versions | {"commit": run.commit[:12]}
 
 
-def _beside(first: Mapping[str, str], second: Mapping[str, str]) -> list[list[str]]:
+def _rows_side_by_side(first: Mapping[str, str], second: Mapping[str, str]) -> list[list[str]]:
     names = [*dict.fromkeys([*first, *second])]
     rows = [[name, first.get(name) or _NOTHING, second.get(name) or _NOTHING] for name in names]
     return [row for row in rows if {*row[1:]} != {_NOTHING}]
 
 
 def _logged(*both: tuple[int | None, Mapping[str, Any]]) -> list[list[str]]:
-    """The values that were logged last, and the second without the first."""
+    """The values that were logged last, and the second minus the first."""
     first, second = ({**({} if step is None else {"step": step}), **values} for step, values in both)
-    rows = _beside(*({name: _text(value) for name, value in each.items()} for each in (first, second)))
+    rows = _rows_side_by_side(*({name: _text(value) for name, value in each.items()} for each in (first, second)))
     for row in rows:
         one, other = first.get(row[0], ""), second.get(row[0], "")
         row.append(f"{other - one:+.4g}" if is_number(one) and is_number(other) else "")

@@ -1,5 +1,5 @@
-"""The digests of a run (`training/digests.py`), and the first step in which those of two runs differ; and what the run
-has recorded besides, by which a step is replayed: its command and its checkpoints."""
+"""The digests of a run (`training/digests.py`), and the first step in which those of two runs differ; and what else the
+run has recorded to replay a step: its command and its checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         path: an absolute path, or a URL.
-        mark: the unique name of that save, since another one may have taken its place.
+        mark: the unique name of that save, since another save may have taken its place.
         steps: how many steps each optimizer had taken.
     """
 
@@ -38,13 +38,13 @@ class Checkpoint(NamedTuple):
 
 @dataclass
 class RunDigests:
-    """What the bits of a run depend on, beside the script and the data, and the digests of its steps.
+    """What the bits of a run depend on, besides the script and the data, and the digests of its steps.
 
     Attributes:
         settings: arguments of the Accelerator, and what computes.
-        steps: of each step with digests: those of gradients and of weights, by kind, and by the names of parameters.
+        steps: for each step with digests: those of gradients and of weights, by kind, and by the names of parameters.
         weights: the SHA-256 of the weights at the end; "" if `end_training()` was not called.
-        command: what `unisono run` has started, as `describe_command` returns it; {} if it was not that.
+        command: what `unisono run` has started, as `describe_command` returns it; {} if something else did.
         backend: the device family.
         checkpoints: those that were saved or loaded, in that order.
         origin: the one that was loaded before the first step.
@@ -97,7 +97,7 @@ def has_digests(path: str | Path) -> bool:
 
 
 def check_two(one: str | Path, other: str | Path) -> None:
-    """ValueError: these are one run, which would be equal to itself."""
+    """ValueError: both are the same run, which would be equal to itself."""
     if (run := run_in(one)) == run_in(other):
         others = sorted({each.parent.resolve() for each in run.parent.glob(f"*/{DIGESTS}")} - {run})
         way = f"name the other one: {', '.join(map(str, others[-_SHOWN:]))}" if others else "pass another one"
@@ -108,7 +108,7 @@ def read_digests(path: str | Path, needs_steps: bool = True) -> RunDigests:
     """Read the digests of a run, given by its directory or a log directory. What a restart has repeated counts once.
 
     Raises:
-        FileNotFoundError: it has none; a run that has ended before the first step with some has, unless `needs_steps`.
+        FileNotFoundError: it has none; with `needs_steps`, also if it ended before the first step with digests.
     """
     found, file = RunDigests(), run_in(path) / DIGESTS
     for text in filter(str.strip, file.read_text(errors="replace").splitlines() if file.exists() else []):

@@ -23,7 +23,7 @@ _MEANINGS = {letter: label(phase) for phase, letter in _LETTERS.items()} | {_OTH
 
 
 def describe(run: Run, columns: int = 0, is_coloured: bool = False) -> list[str]:
-    """The run now, as lines of at most so many columns, or of any width; in the colours of a terminal, if wanted."""
+    """The run now, as lines of at most that many columns, or of any width; in the colours of a terminal, if wanted."""
     rows = [_HEADINGS, *(_row(run, each) for each in run.ranks)]
     kept = [name for name, *cells in zip(*rows, strict=True) if any(cells)]
     table = aligned([[cell for name, cell in zip(_HEADINGS, row, strict=True) if name in kept] for row in rows])
@@ -44,12 +44,12 @@ def describe(run: Run, columns: int = 0, is_coloured: bool = False) -> list[str]
         lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
         wide = max(map(len, table.splitlines())) - _BAR  # the bars are last, and to the right
         for place in range(3, 3 + len(run.ranks)) if letters else ():
-            lines[place] = lines[place][:wide] + re.sub(r"(\w)\1*", _painted, lines[place][wide:])
-        lines = [re.sub(f"\\b(\\w)(?={_TOGETHER})", _painted, each) for each in lines]
+            lines[place] = lines[place][:wide] + re.sub(r"(\w)\1*", _paint_letters, lines[place][wide:])
+        lines = [re.sub(f"\\b(\\w)(?={_TOGETHER})", _paint_letters, each) for each in lines]
     return [each.replace(_TOGETHER, " ") for each in lines]
 
 
-def _painted(letters: re.Match[str]) -> str:
+def _paint_letters(letters: re.Match[str]) -> str:
     return f"\x1b[7;{_PAINTS.get(letters[1], 39)}m{letters[0]}\x1b[0m"
 
 
@@ -91,7 +91,7 @@ def _bar(seconds: Mapping[str, float]) -> str:
 
 
 def is_alive(record: RankRecord) -> bool:
-    """Whether the rank has not ended, and goes on recording."""
+    """Whether the rank has not ended, and continues to record."""
     return record.end is None and not record.is_silent
 
 

@@ -1,4 +1,4 @@
-"""The record of a run as one HTML page, which needs no network: charts by uPlot, which is in it."""
+"""The record of a run as one HTML page, which needs no network: charts by uPlot, which it contains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_page(run: Run, path: str | Path) -> Path:
 
 
 def write_html(name: str, title: str, data: dict[str, Any], path: str | Path) -> Path:
-    """Write a page of that name among the assets, with what it shows; return its absolute path. OSError if it cannot be
+    """Write the page of that name among the assets, with its data; return its absolute path. OSError if it cannot be
     written."""
     assets = Path(__file__).with_name("assets")
     parts = {
@@ -86,7 +86,7 @@ def page_data(run: Run) -> dict[str, Any]:
 
 
 def legend_of(named: Sequence[str]) -> list[list[str]]:
-    """The labels and colours of the phases of a loop, and of these that are named."""
+    """The labels and colours of a loop's phases, and of these named ones."""
     colours = _COLOURS | {phase: _NAMED[place % len(_NAMED)] for place, phase in enumerate(named)}
     return [[label(phase), colours[phase]] for phase in (*LOOP_PHASES, *named)]
 
@@ -164,8 +164,8 @@ def _charts(run: Run) -> list[dict[str, Any] | None]:
 
 
 def charts_of_logged(*runs: Run, names: Sequence[str] = ("",)) -> list[dict[str, Any]]:
-    """Charts of the first numbers that the loop has logged, the losses before others; one for those that differ in the
-    part of the data only. Those of several runs, under their names, lie over each other."""
+    """Charts of the first numbers that the loop has logged, losses before others; one chart for those that differ only
+    in the part of the data. Those of several runs, under their names, share a chart."""
     logged = [_logged_of(run) for run in runs]
     together: dict[str, dict[str, None]] = {}
     for each in logged:
@@ -189,8 +189,7 @@ def charts_of_logged(*runs: Run, names: Sequence[str] = ("",)) -> list[dict[str,
 
 
 def _logged_of(run: Run) -> dict[str, dict[float, float | None]]:
-    """By name, what has been a number at any step; None where it was none. Of steps that were repeated, what was logged
-    last."""
+    """By name, what was a number at any step; None where it was not. For repeated steps, what was logged last."""
     attempts = [each for rank in run.ranks[:1] for each in (*rank.earlier, rank)]
     lines = (line for each in attempts for sample in each.samples for line in sample["logged"])
     found: defaultdict[str, dict[float, float | None]] = defaultdict(dict)
@@ -201,7 +200,7 @@ def _logged_of(run: Run) -> dict[str, dict[float, float | None]]:
 
 
 def _thinned(points: dict[float, float | None], runs: int) -> dict[float, float | None]:
-    """Here, since steps of several runs may alternate: every n-th of all of them may be of one run only."""
+    """Here, since steps of several runs may alternate: every n-th of all of them may come from one run only."""
     return dict(sorted(points.items())[:: -(-len(points) * runs // _MAX_POINTS) or 1])
 
 

@@ -1,4 +1,4 @@
-"""The record of a rank: what it does, second by second, in files that can be read while the run goes on.
+"""The record of a rank: what it does, second by second, in files that can be read during the run.
 
     rank-0.jsonl         one JSON object per line: who the rank is; then, every second, the numbers of its `RankSummary`
                          so far, and what is new since the line before; of rank zero, the commit of its directory, and
@@ -10,12 +10,12 @@
 
 `report/run.py` reads them, and `report/digests.py` the last one.
 
-*Threads:* any one may call; a lock keeps lines whole.
+*Threads:* any may call; a lock keeps lines whole.
 
 Invariants:
 
 1. Nothing here ends or delays a run: an error, such as one of the file system, is reported once; the record ends there.
-2. Times are those of `time.perf_counter`, beside the time of day of the first line: setting a clock changes nothing.
+2. Times come from `time.perf_counter`, except the time of day in the first line: setting a clock changes nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Recorder:
             if world.rank == 0 and digests.exists():
                 self._write_to(digests, "\n")
         if profiled:
-            self._profile(profiled)
+            self._profile_steps(profiled)
         self._write(
             began=time.time(),
             rank=world.rank,
@@ -119,7 +119,7 @@ class Recorder:
             ]
         self._write_to(self._spans, json.dumps(spans) + "\n")
 
-    def _profile(self, steps: range) -> None:
+    def _profile_steps(self, steps: range) -> None:
         """Start torch.profiler before the first of these steps, and write its trace after the last; in the loop's
         thread."""
         profiler = torch.profiler.profile()
@@ -158,18 +158,18 @@ class Recorder:
                     self._settings = self._world.timeline.settings
                     self._write(settings=self._settings, commit=_commit())
                 self._write(**self._numbers())
-        except Exception as error:  # of a device that has failed, or of /proc: the thread goes on, for the pulse
+        except Exception as error:  # of a device that has failed, or of /proc: the thread continues, for the pulse
             self._give_up(error)
 
     def _numbers(self) -> dict[str, Any]:
-        loop, first_ns = self._loop(), self._steps.first_ns
+        loop, first_ns = self._loop_track(), self._steps.first_ns
         return {
             "t": self._seconds(time.perf_counter_ns()),
             "phase": "" if loop is None else loop.current or "",
             "doing": getattr(self._world.comm, "current", None) or "",
             "done": self._steps.done,
             "loaded": self._steps.loaded,
-            "place": self._place(loop),
+            "place": self._place_of_loop(loop),
             "first_step": None if first_ns is None else self._seconds(first_ns),
             "step_seconds": self._new_steps(loop),
             "logged": self._new_logged(),
@@ -178,12 +178,12 @@ class Recorder:
             **asdict(summarise(self._world, is_own_thread=False)),
         }
 
-    def _loop(self) -> Track | None:
+    def _loop_track(self) -> Track | None:
         """The track of the rank's own loop: of the thread that has spent the most time in loops."""
         loops = [track for track in self._world.timeline.tracks() if track.name == "loop"]
         return max(loops, key=lambda track: sum(track.totals.copy().values()), default=None)
 
-    def _place(self, loop: Track | None) -> dict[str, int | None] | None:
+    def _place_of_loop(self, loop: Track | None) -> dict[str, int | None] | None:
         """Of the outermost loop, if it trains."""
         timing = loop.innermost if loop is not None else None
         while timing is not None and timing.around is not None:
@@ -191,10 +191,10 @@ class Recorder:
         return None if timing is None or timing.place is None else timing.place.as_numbers()
 
     def _new_steps(self, loop: Track | None) -> list[float]:
-        """Seconds of each step that has ended since the last reading: without evaluating, logging and saving."""
+        """Seconds of each step that has ended since the last reading, without evaluating, logging and saving."""
         if loop is None:
             return []
-        # A copy is one operation of the interpreter; the loop's thread goes on.
+        # A copy is one operation of the interpreter; the loop's thread continues.
         new = list(takewhile(lambda span: span.stop > self._read_ns, reversed(loop.spans.copy())))[::-1]
         found: list[float] = []
         for phase, start, stop in new:
@@ -236,8 +236,8 @@ class Recorder:
 
 
 def write_fault(directory: Path, rank: int, **facts: Any) -> None:
-    """Add to the record of a rank that its group has failed, once that has ended: what its launcher knows of it, also
-    where the rank was killed. Raises OSError.
+    """Add to the record of a rank that its group has failed, once the group has ended: what its launcher knows of it,
+    even if the rank was killed. Raises OSError.
 
     Args:
         rank: the first one of the machine.
@@ -261,7 +261,7 @@ def _usage() -> dict[str, float]:
 
 
 def _children() -> list[int]:
-    """The pids of this process's children, without a look at all processes of the machine; [] if not on Linux."""
+    """The pids of this process's children, without scanning all processes of the machine; [] if not on Linux."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # a thread, or the file system, is not there
         for each in Path("/proc/self/task").iterdir():

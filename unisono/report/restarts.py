@@ -1,7 +1,7 @@
 """What the failures of a run have cost: for each restart what failed, the steps that were repeated, and the time.
 
-The lowest rank in the records stands for all: they take their steps together. Seconds are those since its first attempt
-has begun, which is when all ranks had joined.
+The lowest rank in the records stands for all: they take their steps together. Seconds count from the start of its first
+attempt, when all ranks had joined.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Restart:
         noticed_s: when that was noticed; None if nothing is recorded.
         ranks: their number before and after; 0 of an attempt that failed before ranks had joined.
         step: the optimizer steps that were done then; an attempt that took none leaves those of the one before it.
-        continued: the steps of the state from which the next attempt has continued, 0 where it has loaded none; None if
-            it has taken no step.
+        continued: the steps of the state that the next attempt continued from, 0 if it loaded none; None if it took no
+            step.
         repeated: the steps that it does again: `step - continued`; 0 where `continued` is None.
         seconds: from the fault to the end of the first step after it; None if there is none.
     """
@@ -59,11 +59,11 @@ class Restarts:
 
     Attributes:
         all: in their order.
-        goodput: the fraction of the time that made progress: of the time from the begin of the first attempt, when all
-            its ranks had joined, to the last line of the record, that of the steps that were kept. The time of an
-            attempt's steps is that from the begin of its first step to the end of its last one, with what the loop did
-            between steps, such as evaluating and saving; its last kept step is the one from which a later attempt
-            continues. So steps that were done again, and the time to notice a fault, to start and to load, are lost.
+        goodput: the fraction of the time that made progress: that of the steps that were kept, out of the time from the
+            start of the first attempt, when all its ranks had joined, to the last line of the record. The time of an
+            attempt's steps runs from the start of its first step to the end of its last one, with what the loop did
+            between steps, such as evaluating and saving; its last kept step is the one that a later attempt continues
+            from. So steps that were done again, and the time to notice a fault, to start and to load, are lost.
     """
 
     all: list[Restart]
@@ -118,13 +118,13 @@ def restarts_of(attempts: Sequence[Attempt]) -> Restarts:
 
 
 class _Known:
-    """What is known of one attempt, in seconds since the first one has begun."""
+    """What is known of one attempt, in seconds since the first one began."""
 
     def __init__(self, attempt: Attempt, attempts: Sequence[Attempt]) -> None:
         began = next((each.ranks[0].began for each in attempts if each.ranks), 0.0)
         record = attempt.ranks[0] if attempt.ranks else None
         self.fault, faults = attempt.fault, attempt.faults
-        # By the clock of the rank's own machine, if that knows of the fault.
+        # By the clock of the rank's own machine, if that machine knows of the fault.
         near = [each for each in faults if record is not None and each["host"] == record.host] or faults[:1]
         last = record.samples[-1] if record is not None and record.samples else {}
         self.fault_s: float | None = min(each["at"] for each in near) - began if near else None
@@ -139,13 +139,13 @@ class _Known:
         else:
             self.first_s = next((each["first_step"] - began for each in near if each["first_step"]), None)
         self.end_s = max(self.begin_s + last.get("t", 0.0), self.fault_s or 0.0)
-        self._points = list(self._progress(record.samples if record is not None else []))
+        self._points = list(self._steps_over_time(record.samples if record is not None else []))
 
     @property
     def has_stepped(self) -> bool:
         return self.first_s is not None
 
-    def _progress(self, samples: Sequence[dict[str, Any]]) -> Iterator[tuple[float, int]]:
+    def _steps_over_time(self, samples: Sequence[dict[str, Any]]) -> Iterator[tuple[float, int]]:
         """When how many steps were done."""
         if self.first_s is not None:
             took = next((seconds for each in samples for seconds in each["step_seconds"]), 0.0)
@@ -156,8 +156,8 @@ class _Known:
             yield self.end_s, self.done
 
     def seconds_of_steps(self, kept: int | None) -> float:
-        """The time from the begin of the first step to the end of the last one that is kept, None for all; between two
-        lines of the record as if steps were equally long."""
+        """The time from the start of the first step to the end of the last kept one, None for all; between two lines of
+        the record, steps count as equally long."""
         last = self.done if kept is None else min(kept, self.done)
         begin, before = self._points[0]
         at = begin

@@ -1,4 +1,4 @@
-"""A run that has left records (`report/record.py`), read while it goes on or afterwards."""
+"""A run that has left records (`report/record.py`), read while it is in progress or afterwards."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from unisono.report.restarts import Restarts, restarts_of
 from unisono.report.summary import SLOWER, RankSummary, Report
 from unisono.report.timeline import Span
 
-_TAKEN = 0.2  # of the machine's cores, by processes that are not the run's
-_FULL = 0.9  # of the machine's cores in use: less, and others have not slowed the run down
+_TAKEN = 0.2  # of the machine's cores, by processes other than the run's
+_FULL = 0.9  # of the machine's cores in use: if fewer are, others have not slowed the run down
 _NEEDED = {"t", "phase", "doing", "step_seconds", "logged"}  # in the line of a second, with the numbers of a summary
 _NEEDED |= {each.name for each in fields(RankSummary) if each.default is each.default_factory is MISSING}
 _SILENT_S = 10.0  # after a line was due: the rank is no longer there, or its machine is not
@@ -96,8 +96,8 @@ class RankRecord:
         return [(each["t"], seconds) for each in self.samples for seconds in each["step_seconds"]]
 
     def spans(self) -> dict[str, list[Span]]:
-        """The latest spans of each thread, in nanoseconds since the beginning; {} if the rank came to no end. A cut
-        line is added to `cut`."""
+        """The latest spans of each thread, in nanoseconds since the beginning; {} if the rank did not end. A cut line
+        is added to `cut`."""
         path = self.path.with_suffix(".spans.jsonl")
         for line in reversed(path.read_text().splitlines() or [""] if path.exists() else []):
             found = _parsed(line)
@@ -122,7 +122,7 @@ class Attempt:
 
     @property
     def fault(self) -> dict[str, Any]:
-        """That of the machine which knows the cause; {} if none is recorded."""
+        """The fault of the machine that knows the cause; {} if none is recorded."""
         return min(self.faults, key=lambda each: (each["is_secondary"], each["at"]), default={})
 
 
@@ -159,7 +159,7 @@ def place_of(record: RankRecord) -> Place | None:
 
 @dataclass
 class Run:
-    """The records of all ranks, in rank order, and what is missing of them; those of the last attempt, and all
+    """The records of all ranks, in rank order, and what is missing from them; those of the last attempt, and all
     attempts."""
 
     directory: Path
@@ -210,7 +210,7 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """What the run spent its time on, and the lever that would help: that of its report; then whether other
+        """What the run spent its time on, and the lever that would help, as its report says; then whether other
         processes take the machine's cores."""
         report = self.report
         if not report.ranks:
@@ -224,7 +224,7 @@ class Run:
         return report.verdict
 
     def _use_of_cores(self) -> tuple[float, float]:
-        """The fraction of the first machine's cores that is in use, and that which the run's ranks there use."""
+        """The fraction of the first machine's cores that is in use, and the fraction that the run's ranks there use."""
         host = next(each.samples[-1]["host"] for each in self.ranks if each.samples)
         there = [each for each in self.ranks if each.samples and each.samples[-1]["host"] == host]
         busy = [one["machine_cpu"] for each in there for one in each.samples[1:]]
@@ -242,7 +242,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The time from the begin of the first attempt to the last line of any rank."""
+        """The time from the start of the first attempt to the last line of any rank."""
         return max((self.offset(each) + each.samples[-1]["t"] for each in self.ranks if each.samples), default=0.0)
 
     @cached_property
@@ -257,10 +257,10 @@ class Run:
         return device if is_one else f"{record.host} {device}"
 
     def offset(self, record: RankRecord) -> float:
-        """Seconds from the begin of the run to that of a rank's record.
+        """Seconds from the start of the run to that of a rank's record.
 
         The clocks of machines may differ. Ranks begin as soon as all have joined the world, so the first rank of each
-        machine is placed at the begin of its attempt, and the others of the machine after it by their common clock. An
+        machine is placed at the start of its attempt, and the others of the machine after it by their common clock. An
         attempt is placed by the clocks of the machines of its first rank and of that of the first attempt.
         """
         own = next((each.ranks for each in self.attempts if any(record is one for one in each.ranks)), self.ranks)
@@ -307,12 +307,12 @@ def read_run(path: str | Path) -> Run:
             f"{path} {what}: pass one that unisono run --log-dir, or spawn(output=Output(log_dir)), has written"
         )
     attempts = _attempts(records)
-    # A machine that was lost leaves records of an attempt that has been repeated without it.
+    # A lost machine leaves records of an attempt that was repeated without it.
     return Run(files[0].parent, next(each.ranks for each in reversed(attempts) if each.ranks), attempts)
 
 
 def _attempts(records: Sequence[RankRecord]) -> list[Attempt]:
-    """The attempts of which there are any records, in their order."""
+    """The attempts that have any records, in their order."""
     found: defaultdict[tuple[int, int], Attempt] = defaultdict(Attempt)
 
     def attempt_of(facts: dict[str, Any]) -> Attempt:  # a machine that comes back changes only the number of ranks
@@ -336,7 +336,7 @@ def _attempts(records: Sequence[RankRecord]) -> list[Attempt]:
 
 
 def _first_beside(record: RankRecord, ranks: Sequence[RankRecord]) -> float:
-    """When the first rank on the machine of this one began, by its clock."""
+    """When the first rank on this rank's machine began, by its clock."""
     host = record.facts.get("host")
     return min((each.began for each in ranks if each.facts.get("host") == host), default=record.began)
 
@@ -348,7 +348,7 @@ def summary_of(sample: dict[str, Any]) -> RankSummary:
 
 
 def read_rank(path: Path) -> RankRecord:
-    """Read the record of one rank; what cannot be read is left out, and said."""
+    """Read the record of one rank; what cannot be read is left out, and reported."""
     record = RankRecord(int(path.name.split(".")[0].removeprefix("rank-")), path)
     cut = []
     for number, line in enumerate(_lines(path), 1):

@@ -1,4 +1,4 @@
-"""How far a rank has come, in memory that it shares with its launcher: known also of a rank that was killed.
+"""How far a rank has got, in memory that it shares with its launcher: known even if the rank was killed.
 
 *Threads:* the rank's loop writes; the thread that writes its record, and its launcher, read: each number is whole.
 """
@@ -12,7 +12,7 @@ NUMBERS = 3  # of 8 bytes each
 
 
 class StepsDone:
-    """The steps of one rank in one attempt, which begins at none.
+    """The steps of one rank in one attempt, which begins at zero.
 
     Args:
         memory: `NUMBERS` integers; None takes memory of this process.
@@ -22,8 +22,7 @@ class StepsDone:
         self._numbers = memory if memory is not None else array("q", [0] * NUMBERS)
 
     def note(self, done: int) -> None:
-        """A step was taken, after which so many are done; of several optimizers, the one that has taken the most
-        counts."""
+        """A step was taken, and that many are done; of several optimizers, the one that has taken the most counts."""
         numbers = self._numbers
         if done > numbers[0]:
             numbers[0] = done
@@ -31,7 +30,7 @@ class StepsDone:
             numbers[2] = time.perf_counter_ns()
 
     def load(self, done: int) -> None:
-        """A state was loaded, from which the rank continues: so many steps are done."""
+        """The rank continues from a state that it has loaded: that many steps are done."""
         self._numbers[0], self._numbers[1] = done, done + 1
 
     @property

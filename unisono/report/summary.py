@@ -30,10 +30,8 @@ from unisono.report.timeline import (
 )
 
 DIGESTS = "digests.jsonl"  # the file of a run's digests
-SLOWER = (
-    10_000  # a line of a record comes after at least this part of the run's time, so that long runs have small files
-)
-CLOCK = "unisono: nanoseconds of the record "  # begins the name of an event of torch.profiler, which has its time
+SLOWER = 10_000  # a line is written after at least this part of the run's time, so that long runs have small files
+CLOCK = "unisono: nanoseconds of the record "  # begins the name of an event of torch.profiler with its time
 LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
 """The phases that, with the named ones, tile a loop's time, in the order of a step; `MOVE` runs concurrently."""
 
@@ -52,7 +50,7 @@ CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
 
 _PEER_BOUND = 0.3  # the threshold if all peers are equally fast: some reducing is part of every step
 _TOO_SHORT_S = 0.01
-_BOUND = 0.1  # the fraction of the loops' time from which a cause of waiting counts as the bottleneck
+_BOUND = 0.1  # a cause of waiting counts as the bottleneck from this fraction of the loops' time on
 _ADVICE = {
     SAVE: "saving-bound: {:.0%} of the time goes to saving; save less often, or pass save_state(is_async=True)",
     LOG: "logging-bound: {:.0%} of the time goes to logging; log less often",
@@ -70,7 +68,7 @@ class RankSummary:
             loops.
         samples, batches, steps: how many the rank consumed; a repeated sample of a split tail is not counted.
         skipped_steps: steps without an update, since all weights were 0.
-        not_finite: the first step with a loss or gradient that was NaN or infinite, where this rank has found it; or 0.
+        not_finite: the first step with a loss or gradient that was NaN or infinite, if this rank found it; else 0.
         repeated: samples that only repeated others, to keep in step or to fill a batch.
         waits: seconds by cause (see `CAUSES`); they add up to the phase "fetch".
         nbytes: the size in bytes of the batches it consumed, as loaded.
@@ -79,7 +77,7 @@ class RankSummary:
         peak_memory: the most bytes of its device ever in use at once; 0 if the family does not count them.
         host: the name of its machine.
         counters: the counters of the device's runtime in this process: graphs compiled, for example.
-        workers: of each loader with num_workers="auto", how many loader workers it has, and why not more, in words.
+        workers: for each loader with num_workers="auto", how many loader workers it has, and why not more, in words.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
 

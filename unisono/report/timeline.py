@@ -89,7 +89,7 @@ class Track:
         self.innermost: LoopTiming | None = None
         self.on_device: DeviceTrack | None = None
         self.phase: str | None = None  # None: outside any loop
-        self._name: str | None = None  # of the innermost named block, to which all its time belongs
+        self._name: str | None = None  # of the innermost named block, which all its time belongs to
         self.since = 0  # when the current phase began
 
     def switch(self, phase: str | None, name: str | None = _SAME) -> str | None:
@@ -204,7 +204,7 @@ class LoopPlace(NamedTuple):
         epoch: its number, from 0.
         before: the batches of the epoch before the position at which the loop has begun.
         length: the batches of a whole epoch; None if that is unknown.
-        progress: whose `rounds` are the batches that the loop has received.
+        progress: its `rounds` are the batches that the loop has received.
     """
 
     epoch: int
@@ -237,7 +237,7 @@ class LoopTiming:
         self.track.innermost = self.around
 
     def abandon(self) -> bool:
-        """The loop was left early, as a dropped iterator shows: end it, unless its thread is in another one."""
+        """The loop was left early, as a dropped iterator shows: end it, unless its thread is in another loop."""
         # The garbage collector may drop an iterator in another thread, which must not write to this track.
         is_running = self.track.innermost is self and threading.get_ident() == self._thread
         if is_running:
@@ -267,7 +267,7 @@ class Timeline:
         self.write_digests: Callable[[dict[str, Any]], None] | None = None  # of rank zero, where a record is kept
         self.at_sample: list[Callable[[Path], None]] = []  # called with the run's directory after each line of it
         self.tuned: dict[int, Callable[[], str]] = {}
-        """Of each loader whose loader workers are chosen while it runs: describes how many it has."""
+        """For each loader whose loader workers are chosen while it runs: describes how many it has."""
         self._of_thread = threading.local()
 
     def loop(self) -> Track:
@@ -282,7 +282,7 @@ class Timeline:
 
     def loop_in_backward(self, is_hosted: bool) -> Track | None:
         """The loop's track for a hook of a backward pass; None in `loss.backward()` unless its gradients are in main
-        memory (`is_hosted`): its hooks run on a thread of autograd's."""
+        memory (`is_hosted`): its hooks run on an autograd thread."""
         return self.backward or (self.loop() if is_hosted else None)
 
     def follow(self, clock: DeviceClock) -> None:

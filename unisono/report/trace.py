@@ -12,7 +12,7 @@ from unisono.report.summary import CLOCK, label
 
 
 def write_trace(run: Run, path: str | Path) -> Path:
-    """Write the spans of all ranks; return the absolute path. Times are in microseconds since the begin of the run.
+    """Write the spans of all ranks; return the absolute path. Times are in microseconds since the start of the run.
     What cannot be read is left out, and added to `run.missing`.
 
     The format is that of "Trace Event Format" (Google, 2016): complete events ("X"), and names ("M").
@@ -33,11 +33,11 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
             for span in spans:
                 times = {"ts": offset + span.start / 1e3, "dur": (span.stop - span.start) / 1e3}
                 yield {"ph": "X", "name": label(span.phase), **common, **times}
-        yield from _profiled(record, offset)
+        yield from _profiled_events(record, offset)
 
 
-def _profiled(record: RankRecord, offset_us: float) -> Iterator[dict[str, Any]]:
-    """The events of torch.profiler of a rank, if it was asked for: its processes become ones of the rank."""
+def _profiled_events(record: RankRecord, offset_us: float) -> Iterator[dict[str, Any]]:
+    """A rank's events of torch.profiler, if it was asked for: its processes become ones of the rank."""
     path = record.path.with_suffix(".trace.json")
     if not path.exists():
         return

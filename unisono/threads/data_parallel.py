@@ -1,6 +1,6 @@
 """DataParallel: one replica of the model per device, each in its own thread with its part of every global batch.
 
-The semantics are those of PyTorch/XLA's thread-based `DataParallel`, without its faults: an exception of a replica is
+The semantics are those of PyTorch/XLA's thread-based `DataParallel`, without its faults: a replica's exception is
 raised in the caller; no batch is dropped; loops always get plain batches; any list of devices is allowed. Each call
 resets the replicas' communicator, so after a failed call the object can be called again, although its replicas may
 differ by then: a note of the error says so.
@@ -200,7 +200,7 @@ class DataParallel:
         return [move_module(copy.deepcopy(module), device) for _, device in self._resolved]
 
     def _run_alone(self, run: Callable[[], list[T]]) -> list[T]:
-        """Run this while no other call of this object does, nor of another one over a lazy device; else BusyError."""
+        """Run this while no other call of this object runs, nor one of another on a lazy device; else BusyError."""
         mark = object()
         try:
             self._admit_call(mark)
@@ -297,7 +297,7 @@ class DataParallel:
             with kept_num_threads():
                 outcomes = self._threads.run(bodies, interrupt)
             if failed:
-                # In their order: an outcome is made after others were woken by its failure.
+                # In their order: an outcome is made after its failure has woken others.
                 cause = next((rank for rank in failed if not outcomes[rank].is_secondary), failed[0])
                 outcomes[cause].unwrap()
             return [outcome.unwrap() for outcome in outcomes]
@@ -351,7 +351,7 @@ def _replica_body(
     def body() -> T:
         try:
             result = call_as_caller(play)
-            if result is None:  # else the caller may count
+            if result is None:  # otherwise the caller may count
                 world.state.deliveries.evaluations.settle()
             # Replicas that still wait for this one, in a collective that it never reaches, fail instead of hanging.
             world.comm.leave()

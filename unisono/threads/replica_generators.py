@@ -1,15 +1,15 @@
 """Generators: a separate random generator for a thread, in place of the one that all threads of a process share.
 
 On the CPU torch has one default generator. Replicas that draw from it concurrently get numbers that depend on their
-timing. So each replica thread has its own generator, which everything uses that draws by default in that thread:
-dropout of all kinds, `torch.rand` and its relatives, `nn.init`, distributions, recurrent layers and attention. It is
-also the generator that `torch.manual_seed`, `torch.get_rng_state` and their relatives refer to, and with them
-`torch.utils.checkpoint`.
+timing. So each replica thread has its own generator, used by everything that draws by default in that thread: dropout
+of all kinds, `torch.rand` and its relatives, `nn.init`, distributions, recurrent layers and attention.
+`torch.manual_seed`, `torch.get_rng_state` and their relatives, and with them `torch.utils.checkpoint`, refer to it as
+well.
 
 Implementation: torch dispatches each operation through a table of kernels, by keys that a thread can enable for itself.
 One of these keys exists for this kind of use and is otherwise unused. For it, a kernel is registered here for every
-operator that takes a generator, which passes the thread's own if none was given; all other operators skip the key in
-C++, at no cost.
+operator that takes a generator: it passes the thread's own if none was given; all other operators skip the key in C++,
+at no cost.
 
 *Threads:* each has its own generator or none. A thread without one, and a process forked from a thread with one, draw
 from the default generator.
@@ -83,7 +83,7 @@ class ReplicaGenerators:
     def in_use(self) -> Iterator[None]:
         """Make the calling thread, on the replica's device, draw from them within the block."""
         with own_generator(self.cpu):
-            if self._state is None:  # a device without a generator of its own
+            if self._state is None:  # a device without its own generator
                 yield
                 return
             before = self._backend.rng_state(self._device)
@@ -97,7 +97,7 @@ class ReplicaGenerators:
                 self._backend.set_rng_state(before, self._device)
 
     def seed_device(self, family: str, seed: int) -> None:
-        """Seed the generator of the replica's device, if it is of that family."""
+        """Seed the generator of the replica's device, if the device is in that family."""
         if family == self._device.type:
             seed_device(self._backend, self._device, seed)
 
@@ -162,7 +162,7 @@ def _register_kernels() -> list[torch.library.Library]:
 
 def _redirect_torch_random() -> None:
     """Make the functions of `torch.random`, under any alias, use the thread's own generator."""
-    # By replacing the name in their code, not the object: operators receive that as well, and reject an `_Ambient`.
+    # By replacing the name in their code, not the object: operators receive that, too, and reject an `_Ambient`.
     torch.random.unisono_generator = _Ambient()  # type: ignore[attr-defined]
     for each in list(vars(torch.random).values()):
         if isinstance(each, FunctionType) and "default_generator" in each.__code__.co_names:
@@ -171,10 +171,10 @@ def _redirect_torch_random() -> None:
 
 
 def _leave_first_calls_alone() -> None:
-    """Disable the check of a compiled graph's first call for aliasing custom operators: its mode hides the kernels."""
+    """Disable the check for aliasing custom operators in a compiled graph's first call: its mode hides the kernels."""
     from unisono.torch_private import functorch_entries
 
-    # The default, for the process: a setting is of one thread, and another one may make a graph's first call.
+    # The default, for the process: a setting belongs to one thread, and another may make a graph's first call.
     entry = functorch_entries.get("check_custom_op_aliasing")
     if entry is not None:
         entry.default = False
@@ -188,7 +188,7 @@ def _kernel_with_generator(overload: Any, place: int, below: Any) -> Callable[..
     def kernel(keys: Any, *args: Any, **named: Any) -> Any:
         given = args[place] if len(args) > place else named.get("generator")
         own = _own_generator() if given is None or getattr(given, GENERATOR_ADDRESS) == default else None
-        # On an accelerator the device's own generator draws, to which `in_use` gives the replica's state.
+        # On an accelerator the device's own generator draws; `in_use` gives it the replica's state.
         if own is not None and _device_of_draw(args, named) == own.device:
             if len(args) > place:
                 args = (*args[:place], own, *args[place + 1 :])
@@ -200,7 +200,7 @@ def _kernel_with_generator(overload: Any, place: int, below: Any) -> Callable[..
 
 
 def _device_of_draw(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
-    """The device on which the operator draws; None without a tensor: it then calls an operator that has one."""
+    """The device that the operator draws on; None without a tensor: it then calls an operator that has one."""
     return next((each.device for each in (*args, *named.values()) if isinstance(each, torch.Tensor)), None)
 
 

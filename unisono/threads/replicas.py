@@ -159,7 +159,7 @@ def _dismiss(queues: Sequence[SimpleQueue[_Call | None]]) -> None:
 
 
 def modes_of_this_thread(families: Iterable[str]) -> Callable[[Callable[[], T]], T]:
-    """What calls a function in another thread, once, under the modes of this one."""
+    """Return what calls a function once in another thread, under the modes of this thread."""
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     casting = [each for each in {HOST.type, *families} if torch.is_autocast_enabled(each)]
     dtypes, caches = [torch.get_autocast_dtype(each) for each in casting], torch.is_autocast_cache_enabled()
@@ -167,7 +167,7 @@ def modes_of_this_thread(families: Iterable[str]) -> Callable[[Callable[[], T]],
 
     def call(body: Callable[[], T]) -> T:
         with ExitStack() as stack:
-            # First, since entering it sets the grad mode as well.
+            # First, since entering it also sets the grad mode.
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(gradients))
             for family, dtype in zip(casting, dtypes, strict=True):

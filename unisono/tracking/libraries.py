@@ -33,8 +33,8 @@ class JsonLines:
         {"step": 1, "time": 0.734, "values": {"loss": 2.31}}
 
     Numbers that JSON cannot represent are written as strings: "NaN", "Infinity", "-Infinity". When `log` returns, its
-    line has been passed to the operating system: killing the process loses no line. One that was only partly written,
-    because the disk was full, spoils no other one.
+    line has been passed to the operating system: killing the process loses no line. A line that was only partly
+    written, because the disk was full, spoils no other.
     """
 
     name = "jsonl"

@@ -32,7 +32,7 @@ class Tracker(Protocol):
 
 
 def name_of(tracker: Tracker) -> str:
-    """The name by which `get_tracker` finds a tracker."""
+    """The name that `get_tracker` finds a tracker by."""
     return str(getattr(tracker, "name", type(tracker).__name__))
 
 

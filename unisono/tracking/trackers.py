@@ -95,7 +95,7 @@ class Tracked:
                 `wandb.init`, "tensorboard" to torch's `SummaryWriter`, "mlflow" to `mlflow.start_run`.
 
         Raises:
-            TypeError, ValueError: an argument is of another kind, or `init_kwargs` names no library.
+            TypeError, ValueError: an argument is of the wrong kind, or `init_kwargs` names no library.
             UnisonoError: a run is open; `end_training` ends it.
             OSError: a file cannot be created.
             Exception: the error of a library.
@@ -113,7 +113,7 @@ class Tracked:
 
         Raises:
             UnisonoError: no run is open: `init_trackers` was not called, or `end_training` was.
-            TypeError, ValueError: a value is of another kind; the message names its key.
+            TypeError, ValueError: a value is of the wrong kind; the message names its key.
         """
         if not self._trackers.is_main_process:
             return

@@ -58,7 +58,7 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
 
 
 def check_same_step(optimizer: str, parameters: Sequence[torch.Tensor], world: World) -> None:
-    """Compare what an optimizer steps that nothing of this package reduces: RuntimeError if the ranks differ."""
+    """Compare the parameters of an optimizer that nothing in this package reduces: RuntimeError if the ranks differ."""
     world.comm.announce(f"a step of an {optimizer} with parameters that were not prepared")
     named: dict[str, torch.Tensor] = {}
     for place, each in enumerate(parameters):
@@ -138,8 +138,8 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World) -> None:
 
 
 def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
-    """Warn on rank zero if its buffers are about to replace others of the ranks, which have other values. Those of
-    BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
+    """Warn on rank zero if its buffers are about to replace different ones on other ranks. Those of BatchNorm always
+    differ, unless it is synchronised (docs/limits.md). A collective."""
     named: dict[str, torch.Tensor] = {
         f"the buffer {f'{path}.{name}' if path else name!r}": buffer
         for path, part in module.named_modules()
@@ -156,7 +156,7 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
 
 
 def warn_of_unequal_parameters(module: nn.Module, step: int, world: World) -> bool:
-    """Warn on rank zero if the ranks have different trained parameters after that step; return whether they have. A
+    """Warn on rank zero if the ranks' trained parameters differ after that step; return whether they do. A
     collective."""
     named = {f"the parameter {name!r}": each for name, each in module.named_parameters() if each.requires_grad}
     return _warn_of_difference(
@@ -170,8 +170,8 @@ def warn_of_unequal_parameters(module: nn.Module, step: int, world: World) -> bo
 
 
 def _warn_of_difference(named: Mapping[str, torch.Tensor], world: World, text: str) -> bool:
-    """Warn on rank zero if the ranks differ; the text has places for the name of the first tensor, and who holds what.
-    Return whether they do. A collective."""
+    """Warn on rank zero if the ranks differ, and return whether they do. The text has places for the name of the first
+    tensor, and for who holds what. A collective."""
     found = _first_difference(named, world) if named else None
     if found is not None and world.rank == 0:
         logger.warning(text.format(*found))
@@ -197,7 +197,7 @@ def first_difference(models: Sequence[nn.Module]) -> str | None:
 def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number of at most 62 bits, on the first tensor's device, determined by the tensors' bits in order, NaNs too.
 
-    Each eight bytes of a small tensor count with their position; those of a large one in sums of about a kilobyte.
+    Every eight bytes of a small tensor count with their position; those of a large one in sums of about a kilobyte.
     """
     device = tensors[0].device if tensors else HOST
     words = [part.to(device) for tensor in tensors for held in parts_of(tensor) for part in _condense(held)]
@@ -225,14 +225,14 @@ def _condense(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> tuple[str, str, list[int]] | None:
-    """The name of the first tensor in which the ranks differ, who holds what, and who holds another one than rank zero.
-    A collective."""
+    """The name of the first tensor in which the ranks differ, who holds what, and which ranks differ from rank zero. A
+    collective."""
     if world.comm.size == 1 or _all_agree(named, world):
         return None
     tensors = readable(list(named.values()), world)
     own = [(name, with_shape(each), int(fingerprint([each]))) for name, each in zip(named, tensors, strict=True)]
     everyone = world.comm.all_gather_object(own)
-    # By position, not by name: models of different structure have other names from the first difference on.
+    # By position, not by name: from the first difference on, models of different structure have different names.
     rows = zip_longest(*everyone)
     row = next(row for row in rows if any(each != row[0] for each in row))
     groups: dict[tuple[str, str, int] | None, list[int]] = {}

@@ -13,10 +13,10 @@ loss into the model differ, and are scaled relative to the first of them.
 `torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`, and are not counted. A
 backward pass that runs inside another one, as in reentrant checkpoints, is a part of that one.
 
-*Threads:* the rank's; on accelerators also autograd's, which runs the hooks of one device one after the other.
+*Threads:* the rank's; on accelerators also autograd's, which runs the hooks of a device one at a time.
 
 Invariant: a hook belongs to the backward pass that calls it, by autograd's number of that pass. An interrupted pass
-leaves nothing that another one could mistake for its own.
+leaves nothing that another pass could mistake for its own.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ class Passes:
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
         self.origin = Origin((None,), steps.world)  # of the last forward pass
-        self.went_past = False  # a backward pass of the current step was not begun by `backward`
+        self.went_past = False  # whether a backward pass of the current step was not begun by `backward`
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
         self._finiteness = self._world.state.part(Finiteness)
         self._is_checked = False  # whether a model is prepared, at the first loss
-        self._losses = LossWatch(steps.world, weak_method(self._look))
+        self._losses = LossWatch(steps.world, weak_method(self._look_at_loss))
         self._claims: set[Claim] = set()  # of the batches of the forward passes since the last request
         self._call: tuple[Any, Origin | None] | None = None  # of `backward`, while it runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
-        # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
+        # Those that do not reach a leaf of a model themselves, with the gradients that had arrived there.
         self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
         # Those that have not ended: autograd drops a pass's callback when it ends, or fails.
         self._open: dict[int, Callable[[], Any]] = {}
@@ -105,7 +105,7 @@ class Passes:
                     known.clear()
                 for each in self._engines():
                     each.hooks.await_pass()
-        elif task in self._running:  # a checkpoint recomputes what it has not kept
+        elif task in self._running:  # a checkpoint recomputes what it did not keep
             found = self._world.state.deliveries.find(values)
             if not found:
                 return self._running[task].origin
@@ -124,11 +124,11 @@ class Passes:
         """Watch for a backward pass to reach these outputs of the model."""
         if engine.hooks.is_removed:
             return
-        arrive = partial(self._arrive, ref(self), ref(engine), origin)
+        arrive = partial(self._arrive_at_output, ref(self), ref(engine), origin)
         computed, shows_pass = [], False
         for each in tensors(outputs):
             if each.is_leaf and each.requires_grad:
-                continue  # a parameter: a hook would outlive this pass, and its memory is no batch's
+                continue  # a parameter: a hook would outlive this pass, and its memory belongs to no batch
             computed.append(each)
             if each.requires_grad:
                 each.register_hook(arrive)
@@ -136,7 +136,7 @@ class Passes:
                 if self._losses.left and each.grad_fn is not None:
                     self._losses.begun = getattr(each.grad_fn, SEQUENCE_NUMBER)()
         if not shows_pass:
-            engine.passes.may_bypass = True  # by what an object holds that is no container of tensors
+            engine.passes.may_bypass = True  # by what an object holds that is not a container of tensors
         # Metrics and a second forward pass on these outputs then find the same batch.
         if origin.batch is not None:
             self._world.state.deliveries.know(computed, origin.batch)
@@ -147,7 +147,7 @@ class Passes:
         if self._world.comm.size > 1 or self.steps.policy.is_mean:
             self._losses.begin()
         weak = ref(self), ref(engine)
-        engine.watch_leaves(partial(self._arrive_at_leaf, *weak), partial(self._notice, *weak))
+        engine.watch_leaves(partial(self._arrive_at_leaf, *weak), partial(self._notice_arrival, *weak))
         if self.steps.step.policy.is_mean:
             engine.scale_leaves()
 
@@ -191,14 +191,14 @@ class Passes:
                 track.switch(before)
 
     def look(self, loss: torch.Tensor) -> None:
-        """Look whether the loss of the last pass, without a scale, was finite."""
+        """Check whether the loss of the last pass, without a scale, was finite."""
         self._finiteness.look(loss, LOSS, self.steps, self._trained)
 
     def _trained(self) -> list[torch.Tensor]:
         return [each for engine in self._engines() for each in engine.members.trained()]
 
-    def _look(self, loss: torch.Tensor) -> None:
-        """Say why the loss of a pass that begins is no mean over the samples, if it is none."""
+    def _look_at_loss(self, loss: torch.Tensor) -> None:
+        """If the loss of a pass that begins is not a mean over the samples, say why."""
         weight, named = self._call or (None, None)
         if weight is not None:
             return
@@ -223,7 +223,7 @@ class Passes:
     def reduce(self, engine: Engine, optimizer: Optimizer | None = None) -> None:
         """Reduce what backward passes have left on this rank alone, at a step of the optimizer. A collective."""
         if engine.gradients.has_bypassed():
-            origin = self._bypassing(engine)
+            origin = self._origin_of_bypass(engine)
             if not self.steps.is_recent():
                 self._count_late(origin, engine)
             if origin.part != 1:
@@ -231,8 +231,8 @@ class Passes:
         engine.reduce(optimizer)
 
     def note_zeros(self, zeroed: Collection[Engine]) -> None:
-        """Note that the gradients of one optimizer were zeroed, and with them all of these models': the others'
-        microbatches still count."""
+        """Note that one optimizer's gradients were zeroed, and with them all of these models': the others' microbatches
+        still count."""
         for engine in filter(None, map(call, self._engines)):
             held = engine.gradients
             if engine in zeroed:
@@ -246,8 +246,8 @@ class Passes:
 
     def weight(self) -> float:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
-        pass runs, as far as it is known. Where the loss has weight 0, a negligible one, by which a layer over all ranks
-        divides what other ranks' losses send through the rows: zeros come from the rank's own."""
+        pass runs, as far as it is known. Where the loss has weight 0, return a negligible weight: a layer over all
+        ranks divides by it what other ranks' losses send through the rows, and the rank's own loss sends zeros."""
         task = current_graph_task_id()
         runs: list[_Run | None] = [each.passes.last for each in self._engines()]
         run = next((each for each in runs if each is not None and each.task == task), None)
@@ -258,7 +258,7 @@ class Passes:
         return run.part
 
     def _count_late(self, origin: Origin, engine: Engine) -> Visit:
-        """Count gradients of a batch for which no pass was counted, or not yet."""
+        """Count gradients of a batch whose pass was not counted, or not yet."""
         return self.steps.count(origin, optimizers=partial(self._reached, engine))
 
     def _reached(self, first: Engine) -> Collection[Optimizer]:
@@ -271,7 +271,7 @@ class Passes:
     # In a backward pass. Hooks hold their objects weakly: the garbage collector does not see autograd's references.
 
     @staticmethod
-    def _arrive(
+    def _arrive_at_output(
         passes: ref[Passes], engine: ref[Engine], origin: Origin, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Handle a gradient that flows from the loss into an output of the model."""
@@ -360,15 +360,15 @@ class Passes:
         return scaled(self.steps.step.scale(run.counted.visit) * run.part, gradient)
 
     @staticmethod
-    def _notice(passes: ref[Passes], engine: ref[Engine]) -> None:
-        """Handle the first gradient that arrives at the model in a pass: it is counted now, if no output has shown it,
-        and no leaf has a hook, which would do so. An uneven part is refused now: other ranks may reduce now."""
+    def _notice_arrival(passes: ref[Passes], engine: ref[Engine]) -> None:
+        """Handle the first gradient that arrives at the model in a pass: count the pass now, if no output has shown it
+        and no leaf has a hook that would. Refuse an uneven part now, since other ranks may reduce now."""
         self, model = passes(), engine()
         if self is None or model is None or model.hooks.is_removed or model.gathers or model.hooks.scaling:
             return
         if model.passes.last is not None and model.passes.last.task == current_graph_task_id():
             return
-        if self._bypassing(model).part == 1:
+        if self._origin_of_bypass(model).part == 1:
             self._run(model, None)
         elif any(each.requires_grad and is_left_at(each) for each in model.leaves()):
             raise claims.bypassed(model.name)
@@ -380,7 +380,7 @@ class Passes:
         run: _Run | None = engine.passes.last
         if run is not None and run.task == task:
             return run
-        # Reentrant checkpointing runs a backward pass inside of the one that has reached the model.
+        # Reentrant checkpointing runs a backward pass inside the one that has reached the model.
         outer = run if run is not None and run.task in self._open and self._open[run.task]() is not None else None
         # torch.autograd.grad asks for gradients without leaving them in .grad: nothing to reduce.
         for each in engine.leaves():
@@ -395,7 +395,7 @@ class Passes:
                 self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
             if run.is_taken:
                 engine.gradients.note_others()
-            elif engine.gathers:  # it reduces as they arrive, and they may come in a pass inside of this one
+            elif engine.gathers:  # it reduces as they arrive, and they may come in a pass inside this one
                 engine.scale_leaves()
             if torch.is_grad_enabled():  # a pass through these gradients may bypass the outputs
                 known = origin or self.origin
@@ -422,8 +422,8 @@ class Passes:
             if named is not None and run.origin is not None:
                 self._check_named(engine, run.origin)
             known = named or run.origin
-            origin = known or self._bypassing(engine)
-            if engine.passes.may_bypass and not is_named:  # by a part of the loss that is of another batch
+            origin = known or self._origin_of_bypass(engine)
+            if engine.passes.may_bypass and not is_named:  # by a part of the loss from another batch
                 claims.check_latest(origin, self._world)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self.steps.parts) if is_named else None
@@ -444,7 +444,7 @@ class Passes:
             engine.passes.graphs.clear()
         held = engine.gradients
         is_weighed = is_mean or run.part != 1
-        # Or the assigned ones are of another batch.
+        # Or the assigned ones come from another batch.
         if held.known is not None and (is_weighed or self._parts() != {1}) and held.is_changed():
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
@@ -461,9 +461,9 @@ class Passes:
     def _parts(self) -> set[float]:
         return {each.part(self.steps.parts) for each in self._claims}
 
-    def _bypassing(self, engine: Engine) -> Origin:
+    def _origin_of_bypass(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""
-        if engine.passes.graphs:  # of several batches: it is not known which
+        if engine.passes.graphs:  # of several batches: which one is not known
             found = list(dict.fromkeys(batch for each in engine.passes.graphs for batch in each.candidates))
             return Origin(found, self._world, is_computed=len(found) > 1)
         return self.origin if self.steps.is_recent() else find_origin(self._world)

@@ -97,15 +97,15 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
 
     Args:
         world: the ranks whose layers communicate; in training, every rank must call the layers in the same order.
-        weigh: returns the factor by which this rank's gradients will be scaled, up to a factor common to all ranks.
-            Called in each forward pass in training, where 0 means that the rank's samples only repeat others, and in
-            its backward pass.
+        weigh: returns the factor that will scale this rank's gradients, up to a factor common to all ranks. Called in
+            each forward pass in training, where 0 means that the rank's samples only repeat others, and in its backward
+            pass.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: a layer has not received its first batch (LazyBatchNorm), or is of a user-defined class.
+        TypeError: a layer has not received its first batch (LazyBatchNorm), or has a user-defined class.
     """
     layers = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
     # All layers are checked before the first is changed.

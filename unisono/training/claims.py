@@ -1,5 +1,5 @@
-"""Claims: of which batch a pass is, and how many of the samples of its microbatch a rank's gradients stand for: n and
-N, which come with the batch, from the loader; or n from the user, who counts tokens: then N is summed over the ranks.
+"""Claims: which batch a pass belongs to, and how many samples of its microbatch a rank's gradients stand for. That is n
+of N: both come with the batch, from the loader; or n from the user, who counts tokens, and N is its sum over the ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ROUNDING = 1e-9  # of a part, if all ranks have given the same weight
 
 
 class Claim(NamedTuple):
-    """States that a pass is of `samples` of the `total` of its microbatch on all ranks.
+    """States that a pass covers `samples` of the `total` of its microbatch on all ranks.
 
     Attributes:
         is_given: whether the numbers are the user's.
         uncut: the numbers with the weights of batches that only repeat others, if there is such a batch. They hold for
-            the loss of all ranks, which such a rank computes as well (`unisono.functional`).
+            the loss of all ranks, which such a rank computes, too (`unisono.functional`).
     """
 
     samples: float
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row of the batch counts, on any rank; a weight of 0 of the user's is one."""
+        """Whether no row of the batch counts, on any rank; a weight of 0 from the user counts as that."""
         return not self.total and (not self.is_given or self.uncut is not None)
 
     def part(self, size: int) -> float:
@@ -57,7 +57,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
 
     Args:
         batch: None for data of no loader, or of one that does not know the round: each rank's counts the same then.
-        weight: what the loss is the mean over, where that is not the samples.
+        weight: what the loss is the mean over, where it is not the samples.
     """
     draw = None if batch is None else batch.draw
     size = world.comm.size if draw is None else draw.carried.count
@@ -79,7 +79,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
 
 
 def _sum_over_ranks(values: list[float], world: World) -> list[float]:
-    # In a backward pass, this may be autograd's thread, which has no track of its own.
+    # In a backward pass, this may be autograd's thread, which does not have its own track.
     track = world.timeline.loop() if current_graph_task_id() < 0 else world.timeline.backward
     with nullcontext() if track is None else track.span(REDUCE):
         # float64, since float32 counts tokens exactly only up to 2**24; on the host, so that reading it waits for no
@@ -154,7 +154,7 @@ def named_origin(batch: Any, world: World) -> Origin:
 
 
 def checked_weight(weight: float | torch.Tensor) -> float:
-    """Return the weight as a number; TypeError or ValueError if it is none, negative, or not finite."""
+    """Return the weight as a number; TypeError or ValueError if it is not one, negative, or not finite."""
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     check_type(weight, "weight", "pass a number, such as the count of samples or tokens", int, float)
@@ -205,13 +205,13 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
 
 
 def check_latest(origin: Origin, world: World) -> None:
-    """Check that a part of the loss that no output shows counts alike, of whichever batch it is."""
+    """Check that a part of the loss that no output shows counts alike, whichever batch it comes from."""
     latest = (each.last for each in world.state.deliveries.open_loops())
     check_counts([*dict.fromkeys([*origin.candidates, *latest])], world, False)
 
 
 def check_alike(name: str, claims: Collection[Claim], origin: Origin, is_mean: bool, world: World) -> None:
-    """Check that whatever a bare parameter gets in a pass counts alike: its gradient is one sum of it."""
+    """Check that everything a bare parameter gets in a pass counts alike: its gradient is a single sum."""
     parts, totals = {each.part(world.comm.size) for each in claims}, {each.total for each in claims}
     if len(parts) > 1 or (is_mean and len(totals) > 1):
         raise ValueError(
@@ -232,7 +232,7 @@ def bypassed(name: str) -> ValueError:
 
 
 def guessed() -> ValueError:
-    """The error for a pass that was counted for another batch than its outputs are of."""
+    """The error for a pass that was counted for a batch other than that of its outputs."""
     return ValueError(
         "a backward pass has reached a parameter that was prepared by itself before any output of a model, and was "
         "counted for the batch of the last forward pass, but its loss is of another one; name it, "
@@ -250,7 +250,7 @@ def mixed(name: str) -> RuntimeError:
 
 
 def penalized() -> ValueError:
-    """The error for a pass whose penalty on gradients may be of another batch than its loss, where that matters."""
+    """The error for a pass whose penalty on gradients may come from another batch than its loss, where that matters."""
     return ValueError(
         "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of another, "
         "of which this rank has a different part; call accelerator.backward(loss, batch=batch) for each of them"
@@ -258,7 +258,7 @@ def penalized() -> ValueError:
 
 
 def check_repeated(batches: Sequence[Batch | None], weight: float | torch.Tensor) -> None:
-    """Check that all batches that may be meant count, or none: whatever its weight, one that only repeats weighs 0."""
+    """Check that all batches that may be meant count, or none: one that only repeats weighs 0, whatever the weight."""
     if len({each is not None and each.is_repeated for each in batches}) > 1 and checked_weight(weight):
         raise ValueError(
             f"weight={checked_weight(weight):g} is given for a loss whose inputs were computed from a batch, or come "
@@ -302,7 +302,7 @@ def crossed_virtual() -> ValueError:
 
 def refuse_crossed(part: float) -> None:
     """Refuse an uneven part of the microbatch as the weight of gradients that also come from other ranks' losses: rank
-    r's would count n(r) R / N times, regardless of which rank's loss they come from."""
+    r's would count n(r) R / N times, whichever rank's loss they come from."""
     if abs(part - 1) > _ROUNDING:
         raise ValueError(
             "the ranks have different numbers of samples, or weights, in this step, and gradients that came through "

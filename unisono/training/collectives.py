@@ -111,8 +111,8 @@ def gather_samples(
     batch: Any, valid_samples: int, dim: int, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]], world: World
 ) -> Any:
     """The samples of all ranks, gathered as tensors padded to the largest number of samples. The caller has announced
-    the structure of the batch: in lock-step, ranks with other ones would gather unrelated leaves together. `gather` is
-    of the tensors of all ranks, which have one shape."""
+    the structure of the batch: in lock-step, ranks with different ones would gather unrelated leaves together. `gather`
+    takes tensors that have one shape on all ranks."""
     counts = world.comm.all_gather(torch.tensor([valid_samples], device=HOST))
     numbers = [int(count) for count in counts]
 
@@ -127,7 +127,7 @@ def gather_samples(
 
 
 def refuse_gradient(tensor: Any, name: str, way_out: str | None = None) -> None:
-    """Refuse (ValueError) a tensor whose gradient the collective would drop; `way_out` is its counterpart with one."""
+    """Refuse (ValueError) a tensor whose gradient the collective would drop; `way_out` is one that keeps it."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} got a tensor that requires grad, and its result would have no gradient; pass x.detach() for the "
@@ -136,7 +136,7 @@ def refuse_gradient(tensor: Any, name: str, way_out: str | None = None) -> None:
 
 
 def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
-    """Refuse (TypeError, ValueError) what is no tensor with that many samples along that dimension."""
+    """Refuse (TypeError, ValueError) anything but a tensor with that many samples along that dimension."""
     unknown = "a loader's is None where a batch does not say how many samples it holds; count them, as in len(labels)"
     check_type(valid_samples, "valid_samples", unknown if valid_samples is None else "pass an integer", int)
     for leaf in leaves(batch):
@@ -154,7 +154,7 @@ def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
 
 
 def num_rows(values: Any) -> int:
-    """Return how many rows the tensors have, each the same; TypeError or ValueError else."""
+    """Return the number of rows, the same for every tensor; otherwise TypeError or ValueError."""
     rows = set()
     for leaf in leaves(values):
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
@@ -248,7 +248,7 @@ def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: 
 
 
 def refuse_within_round(name: str, world: World, is_of_batch: bool = False) -> None:
-    """Refuse (RuntimeError) what ranks do together for each batch, where they have different numbers of them.
+    """Refuse (RuntimeError) what ranks do together for each batch, where their numbers of batches differ.
 
     Args:
         is_of_batch: whether it makes no sense at the end of a round either.

@@ -1,5 +1,5 @@
-"""torch.compile of models. On threads each replica compiles for itself, unless torch finds what another one has
-compiled: it stores compiled code with the code of `forward`, with the weights as inputs.
+"""torch.compile of models. On threads each replica compiles for itself, unless torch finds what another replica has
+compiled: it stores compiled code with the code of `forward`, and takes the weights as inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compilable(module: nn.Module) -> Callable[..., Any]:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether the module is of one of torch's own classes, whose frames torch does not compile."""
+    """Whether the module's class is one of torch's own, whose frames torch does not compile."""
     return type(module).forward.__module__.startswith("torch.")
 
 
@@ -41,7 +41,7 @@ def _with_a_frame(run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
-    # Each has a code object of its own, with which torch stores what it compiles; see also `keep_out_of_graphs`.
+    # Each has its own code object, where torch stores what it compiles; see also `keep_out_of_graphs`.
     call.__code__ = call.__code__.replace(co_filename="<model>")
     return call
 
@@ -50,8 +50,8 @@ def _with_a_frame(run: Callable[..., Any]) -> Callable[..., Any]:
 def keep_out_of_graphs() -> None:
     """Have torch.compile leave this package's functions out of its graphs: it compiles what a prepared model runs, the
     user's module, as if that were compiled itself. Graphs keep a fixed order, process-wide."""
-    # A thread that searches for its graph while another one moves that to the front misses it, and compiles it again;
-    # after some repetitions torch gives up and runs the model uncompiled.
+    # A thread that searches for its graph while another thread moves it to the front misses it, and compiles it again;
+    # after a few repetitions torch gives up and runs the model uncompiled.
     if set_lru_cache is not None:
         set_lru_cache(False)
     keep_package_out_of_graphs()

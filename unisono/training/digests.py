@@ -1,4 +1,4 @@
-"""Digests of a run with virtual ranks: numbers of 64 bits by which two runs find the first step that differs.
+"""Digests of a run with virtual ranks: 64-bit numbers that show the first step in which two runs differ.
 
 Each n-th step of an optimizer, and the last of an epoch, has a digest of each parameter's reduced gradient, before it
 is clipped, and of each parameter and buffer after the step. All ranks have the same, so that rank zero alone computes
@@ -37,7 +37,7 @@ _BITS = (1 << 64) - 1
 
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A digest of the bytes and their places, as a tensor on the same device, for which the host does not wait."""
+    """A digest of the bytes and their places, as a tensor on the same device; the host does not wait for it."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() % 8 or flat.storage_offset() % 8:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
@@ -49,7 +49,7 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe_kernels(world: World) -> dict[str, Any]:
-    """What the bits of a run depend on besides the script, its settings and its data."""
+    """What the bits of a run depend on, besides the script, its settings and its data."""
     device = world.backend.device_name(world.device)
     return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "device": device}
 
@@ -68,7 +68,7 @@ def record_settings(world: World, given: Mapping[str, Any]) -> None:
 
 
 def record_checkpoint(world: World, kind: str, path: object, mark: str, facts: Mapping[str, Any] | None) -> None:
-    """Write that a checkpoint was "saved" or "loaded", where a record is kept, from which a step can be replayed.
+    """Write that a checkpoint was "saved" or "loaded", where a record is kept: a step can be replayed from it.
 
     Args:
         facts: of an Accelerator, `taken` by its optimizers, and `bits`, which are empty without virtual ranks.
@@ -101,7 +101,7 @@ class Digests:
 
     Args:
         every: steps with digests are those whose number it divides, and the last of each epoch. In a replay, they are
-            those that have some in the record, and the last.
+            those that have digests in the record, and the last.
     """
 
     def __init__(self, optimizer: Optimizer, steps: Steps, every: int) -> None:
@@ -109,7 +109,7 @@ class Digests:
         self._number = next(steps.world.state.part(_OfRank).numbers)
         self._replay = replay_of(steps.world)
         self._names: list[list[str]] = []
-        self._step = 0  # the last one whose gradients were looked at
+        self._step = 0  # the last one whose gradients were noted
         self._of_gradients: list[tuple[str, torch.Tensor]] | None = None
         self._loop: Callable[[], Loop | None] = lambda: None  # and where its last round begins
         self._last_at = math.inf
@@ -177,12 +177,12 @@ class Digests:
         return []
 
     def _parameters(self, engines: Sequence[Engine]) -> list[tuple[str, torch.Tensor]]:
-        """Those that the optimizer steps: of others, gradients may be those of one rank yet."""
+        """Those that the optimizer steps: gradients of others may still be one rank's own."""
         own = set(map(id, parameters_of(self._optimizer)))
         return [(name, each) for name, each in _named(engines, methodcaller("named_parameters")) if id(each) in own]
 
     def _is_last(self, batch: Batch | None) -> bool:
-        """Whether it is of the last round of an epoch, by the number of its first sample; nothing is drawn ahead."""
+        """Whether it is in the last round of an epoch, by the number of its first sample; nothing is drawn ahead."""
         if batch is None or batch.draw is None:
             return False
         if self._loop() is not batch.loop:

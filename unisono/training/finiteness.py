@@ -1,12 +1,12 @@
 """The first loss, or gradient, that is not finite: which rank had it, in which step, said once.
 
-From the next step on, parameters and losses are not finite on any rank. A rank that finds its parameters so says
-nothing; rank zero does: it may be by a gradient that no loss has shown.
+From the next step on, parameters and losses are not finite on any rank. A rank that finds its parameters not finite
+says nothing, except rank zero: the cause may be a gradient that no loss has shown.
 
 *Threads:* the rank's.
 
-Invariant: nothing waits for a device. What is on an accelerator is looked at some steps later; on a lazy device, whose
-graphs would have further outputs, it is not.
+Invariant: nothing waits for a device. Values on an accelerator are checked some steps later; those on a lazy device are
+not, since its graphs would have more outputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SKIPPING = (
     "None or norm.isfinite(): optimizer.step()`"
 )
 _TOGETHER = 16  # values on an accelerator that are read together
-_SMALL = 2**16  # elements of what is looked at in each step
+_SMALL = 2**16  # elements of what is checked in each step
 
 _Parameters = Callable[[], Sequence[torch.Tensor]]
 _Place = tuple[str, int, int | None]  # what it is; the numbers of the step, and of the batch in its loop
@@ -46,14 +46,14 @@ class Finiteness:
     """What one rank has seen."""
 
     def __init__(self) -> None:
-        self.is_known = False  # from then on nothing is looked at
+        self.is_known = False  # from then on nothing is checked
         self._advice = ""
         self._probe: Callable[[], torch.Tensor | None] = lambda: None  # a small parameter
         self._held: list[tuple[torch.Tensor, torch.Tensor, _Place]] = []  # whether a value is finite, and the parameter
         self._sent: tuple[torch.Tensor, Any, list[_Place]] | None = None  # on the way to main memory; when it is there
 
     def look(self, value: torch.Tensor, what: str, steps: Steps, parameters: _Parameters) -> None:
-        """Look at a value of the latest visit, by which these parameters are trained."""
+        """Check a value of the latest visit, which trains these parameters."""
         world = steps.world
         if self.is_known or world.backend.is_lazy:
             return
@@ -67,11 +67,11 @@ class Finiteness:
         place = what, steps.step.number, None if batch is None else batch.number
         self._advice = _SKIPPING if steps.virtual is None else ""  # a round of virtual ranks ends with a step
         if is_here:
-            self._say(place, world, all(map(_is_finite, parameters())))
+            self._say_first(place, world, all(map(_is_finite, parameters())))
         else:
-            self._hold(value, place, world, parameters)
+            self._hold_value(value, place, world, parameters)
 
-    def _hold(self, value: torch.Tensor, place: _Place, world: World, parameters: _Parameters) -> None:
+    def _hold_value(self, value: torch.Tensor, place: _Place, world: World, parameters: _Parameters) -> None:
         """Keep, on the device, whether the value is finite; read what was kept before, if it is in main memory."""
         probe = self._probe()
         if probe is None:
@@ -83,7 +83,7 @@ class Finiteness:
             (flags, _, places), self._sent = self._sent, None
             for (is_finite, was_whole), each in zip(flags.tolist(), places, strict=True):
                 if not is_finite:
-                    self._say(each, world, was_whole)
+                    self._say_first(each, world, was_whole)
                     return
         if self._sent is None and len(self._held) >= _TOGETHER:
             flags = torch.stack([flag for *pair, _ in self._held for flag in pair]).view(-1, 2)
@@ -91,7 +91,7 @@ class Finiteness:
             self._sent = host, world.backend.mark(world.device, flags), [each for *_, each in self._held]
             self._held = []
 
-    def _say(self, place: _Place, world: World, was_whole: bool) -> None:
+    def _say_first(self, place: _Place, world: World, was_whole: bool) -> None:
         self.is_known, self._held, self._sent = True, [], None
         what, step, batch = place
         if not was_whole and world.rank != 0:
@@ -108,7 +108,7 @@ class Finiteness:
 
 
 def small_gradient(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A gradient that costs little to look at: if the loss is not finite, most gradients are not."""
+    """A gradient that costs little to check: if the loss is not finite, most gradients are not either."""
     found = (each.grad for each in reversed(parameters) if each.grad is not None)
     return next((each for each in found if each.numel() <= _SMALL), None)
 

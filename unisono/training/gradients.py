@@ -1,10 +1,10 @@
 """Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
 
 Each rank's gradients, times the step's factor (`steps.py`), are summed in flat buckets. The first bucket has one more
-number per parameter: whether it has a gradient. So one without a gradient on some ranks counts as zero there, and is
-never paired with another one. On accelerators that run asynchronously, these numbers are sent from main memory before:
-reading them from a bucket would wait for the whole backward pass. Sparse gradients (`nn.Embedding(sparse=True)`) become
-dense ones, since a rank may have none of them, or dense ones.
+number per parameter: whether it has a gradient. So a parameter without a gradient on some ranks counts as zero there,
+and is never paired with another. On accelerators that run asynchronously, these numbers are sent first, from main
+memory: reading them from a bucket would wait for the whole backward pass. Sparse gradients
+(`nn.Embedding(sparse=True)`) become dense, since a rank may have none, or dense ones.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def check_presence(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _ids_with_gradient(counts: torch.Tensor, parameters: Sequence[torch.Tensor]) -> set[int]:
-    """The parameters that have a gradient on some rank, of which `counts` has the numbers."""
+    """The parameters that have a gradient on some rank; `counts` says on how many."""
     return {id(parameter) for parameter, count in zip(parameters, counts.tolist(), strict=True) if count}
 
 
@@ -153,7 +153,7 @@ def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]
         if parameter.grad is not None and in_place:
             held.append(parameter.grad)
             new.append(piece)
-        # A gradient on some rank becomes one on all, or the ranks' optimizers would step on different parameters.
+        # A gradient on some rank becomes one on all, or the ranks' optimizers would step different parameters.
         elif parameter.grad is not None or id(parameter) in present:
             # A view would keep the memory of the whole bucket as long as one of its gradients exists.
             parameter.grad = piece.clone()

@@ -1,6 +1,6 @@
-"""Keeps the files of a run as they are while its script runs once more (`unisono replay`).
+"""Keeps the files of a run as they are while its script runs again (`unisono replay`).
 
-*Threads:* the guard is called in any that opens a file.
+*Threads:* any thread that opens a file calls the guard.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-# The events of Python's audit that are refused, and how many paths each has.
+# The audit events that are refused, and how many paths each has.
 _WRITES = {"open": 1, "os.remove": 1, "os.rename": 2, "os.truncate": 1, "shutil.rmtree": 1}
 
 
 @contextmanager
 def files_kept(directory: str) -> Iterator[None]:
     """During the block, this process and its forks cannot change, rename or remove files that are in the directory now,
-    or below: PermissionError names the file. Hidden ones, such as caches, may be changed; and what is written by native
-    code is not seen, except for torch.save."""
+    or below: PermissionError names the file. Hidden ones, such as caches, may be changed; what native code writes is
+    not seen, except for torch.save."""
     began, is_over = time.time(), False
 
     def guard(event: str, args: tuple[Any, ...]) -> None:

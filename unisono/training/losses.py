@@ -1,13 +1,13 @@
-"""Losses that are no mean over the samples: the first ones are looked at, by their graphs, and what is seen is logged.
+"""Losses that are not a mean over the samples: the graphs of the first ones are examined, and findings are logged.
 
-A rank's gradient is weighted as that of a mean over its samples. A mean over targets of which some are ignored, over
-the classes' weights, or over the tokens of a mask, is one over something else, and a sum is none: their results depend
-on the number of ranks and microbatches, unless `backward(loss, weight=)` says what the mean is over.
+A rank's gradient is weighted as that of a mean over its samples. A mean over targets with some ignored, over the
+classes' weights, or over the tokens of a mask is a mean over something else, and a sum is not a mean at all: their
+results depend on the number of ranks and microbatches, unless `backward(loss, weight=)` says what the mean is over.
 
-What autograd has saved says how a loss was computed, wherever that was: in the loop, in a module, in the model. It does
-not show what a compiled graph or a user-defined Function computes.
+What autograd has saved shows how a loss was computed, wherever that happened: in the loop, in a module, in the model.
+It does not show what a compiled graph or a user-defined Function computes.
 
-*Threads:* the rank's. `torch.autograd.backward`, which is the process's, is replaced while any rank looks.
+*Threads:* the rank's. `torch.autograd.backward`, which the whole process shares, is replaced while any rank looks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LossWatch:
         self._ratios: dict[str, float] = {}  # what a sample counts, by the kind of loss
 
     def begin(self) -> None:
-        """Look at each loss that is given to torch's `backward`, on rank zero."""
+        """On rank zero, look at each loss that is given to torch's `backward`."""
         if self.left and self._world.rank == 0:
             _watching.add(self)
             _look_at_losses()
@@ -61,11 +61,11 @@ class LossWatch:
             self._look(loss)
 
     def describe(self, loss: torch.Tensor, rows: int | None, epoch: range) -> str | None:
-        """Why a loss of so many rows is no mean over them, and what to write; None if nothing says so. An epoch has one
-        of these numbers of samples."""
+        """Why a loss of that many rows is not a mean over them, and what to write; None if nothing says so. An epoch
+        has one of these numbers of samples."""
         if loss.numel() != 1 or loss.grad_fn is None or not _is_after(loss.grad_fn, self.begun):
             return None
-        for node, divisor in _scalars(loss.grad_fn):
+        for node, divisor in _scalar_nodes(loss.grad_fn):
             if node.name().startswith("NllLoss"):
                 said = self._describe_targets(node, divisor, rows)
             elif (
@@ -117,7 +117,7 @@ class LossWatch:
         )
 
     def _describe_terms(self, node: Any, divisor: float | None, rows: int | None) -> str | None:
-        """Of a sum or mean that was written by hand, of what the model has returned."""
+        """Of a sum or mean of the model's outputs that was written by hand."""
         sizes, kind = saved(node, "self_sym_sizes"), node.name()
         if not rows or not sizes or not kind.startswith(("SumBackward", "MeanBackward")):
             return None
@@ -164,7 +164,7 @@ _stands = False
 
 
 def _look_at_losses() -> None:
-    """Put `_looking` before torch's function, or before what a profiler has put there, unless it stands there still."""
+    """Put `_looking` before torch's function, or before what a profiler has put there, unless it is still there."""
     global _beneath, _stands
     if not _stands:
         _beneath, _stands = torch.autograd.backward, True
@@ -191,8 +191,8 @@ def _count(node: Any) -> float:
     return math.inf if terms is None else float(terms.numel())
 
 
-def _scalars(root: Any) -> Iterator[tuple[Any, float | None]]:
-    """The nodes that compute one number each, from the loss on, and what the loss divides it by; None if unknown."""
+def _scalar_nodes(root: Any) -> Iterator[tuple[Any, float | None]]:
+    """The nodes that compute one number each, from the loss on, and its divisor in the loss; None if unknown."""
     left: list[tuple[Any, float | None]] = [(root, 1.0)]
     seen = {root}
     while left:
@@ -218,8 +218,8 @@ def _scalars(root: Any) -> Iterator[tuple[Any, float | None]]:
 
 
 def _passed(node: Any, begun: int, rows: int) -> set[str] | None:
-    """The names of the nodes between this one and the model's outputs, from which nothing else has reduced the rows;
-    None if it does not depend on outputs, such as a penalty, or is the model's own."""
+    """The names of the nodes between this one and the model's outputs, with none that reduces the rows; None if there
+    is one, if the loss does not depend on outputs, as a penalty, or if the model computed it."""
     if _number(node) <= begun:
         return None
     names, left, reaches = set[str](), [node], False

@@ -46,7 +46,7 @@ class Visit:
     """One use of a batch between two requests of an optimizer.
 
     Attributes:
-        source: the batch; or the `accumulate()` block, or what stands for data of no loader, which has no batch.
+        source: the batch; or the `accumulate()` block, or what stands for data from no loader, which has no batch.
         loops: of all its batches; a block may have several.
         began: the logical time of its first pass (`Machine.now`).
         microbatch: the time of the first pass of its microbatch, which identifies it within the step.
@@ -60,7 +60,7 @@ class Visit:
 
     @property
     def loop(self) -> object:
-        """Losses of different ones may be one microbatch."""
+        """Losses of different loops may be one microbatch."""
         return ELSEWHERE if self.batch is None else self.batch.loop
 
 
@@ -70,7 +70,7 @@ class Step:
     Attributes:
         number: from 1 on; a step that was dropped does not count.
         latest: the latest visit of each source.
-        visited: of each loop, the number of the latest batch that was visited before this step.
+        visited: for each loop, the number of the latest batch that was visited before this step.
     """
 
     __slots__ = ("latest", "number", "policy", "state", "visited", "visits")
@@ -97,7 +97,7 @@ class Step:
 
     @property
     def is_joint(self) -> bool:
-        """Whether its microbatches are no sequence of samples: some have several losses, or unknown sizes."""
+        """Whether its microbatches do not form a sequence of samples: some have several losses, or unknown sizes."""
         return _are_joint(self.visits)
 
     # The numbers of docs/exactness.md, "The weights".
@@ -115,7 +115,7 @@ class Step:
         if self.is_joint:
             return 1 / (ranks * self.count)
         total = sum(each.claim.total for each in self.visits)
-        # Where nothing counts, what is there is a penalty's, alike on all ranks.
+        # Where nothing counts, the gradients are a penalty's, alike on all ranks.
         return _unit(self.visits) / (ranks * total) if total else 1 / ranks
 
     def misfit(self, visit: Visit) -> Misfit | None:
@@ -126,7 +126,7 @@ class Step:
             return Misfit(UNITS)
         if self.policy.parts or not _are_joint(visits):
             return None
-        unit = 0.0 if self.is_joint else _unit(self.visits)  # by which those before were scaled, if they were
+        unit = 0.0 if self.is_joint else _unit(self.visits)  # the scale of those before, if they were scaled
         firsts: dict[object, float] = {}
         for each in visits:
             first = firsts.setdefault(each.loop, each.claim.total)
@@ -136,7 +136,7 @@ class Step:
         return None
 
     def is_empty(self) -> bool:
-        """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
+        """Whether nothing counts in this step, on any rank: then there is no mean to take the gradient of."""
         for each in self.visits:
             if each.claim.total:
                 return False
@@ -144,7 +144,7 @@ class Step:
 
     def num_dealt(self) -> int:
         """The number of batches of the user's loader in the step; if microbatches have losses of several loops, of the
-        first of each."""
+        first loop of each."""
         if len(self.visits) == 1 or self.policy.parts:
             batch = self.visits[0].batch
             return 1 if batch is None else batch.dealt
@@ -166,7 +166,7 @@ class Step:
         batches = list(filter(None, map(attrgetter("batch"), self.visits)))
         if not batches:
             return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
-        if self.policy.parts:  # of which ranks may have different numbers
+        if self.policy.parts:  # ranks may have different numbers of them
             return f"step {self.number} (round {batches[-1].mark:08x})"
         return f"step {self.number} ({name_batches(batches)})"
 
@@ -202,8 +202,8 @@ class Held:
     Attributes:
         step, at: the step of the last counted backward pass through the model, and its time (`Machine.now`); None if
             the gradients are zero.
-        reduced_by: the factor by which they were reduced over the ranks; None if they are not.
-        is_divided: whether they are what a reduction has left, and the next one is to multiply again.
+        reduced_by: the factor of their reduction over the ranks; None if they are not reduced.
+        is_divided: whether they are what a reduction has left, so that the next one multiplies again.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -314,7 +314,7 @@ class Machine:
     # A pass.
 
     def find_visit(self, source: object, optimizers: Callable[[], Collection[Optimizer]]) -> tuple[Step, Visit | None]:
-        """The step that a pass on that source is of, which may be a new one, and the visit, if it has begun before.
+        """The step that a pass on that source belongs to, perhaps a new one, and the visit, if it has begun before.
 
         Args:
             optimizers: returns those of the models that the pass reaches.
@@ -328,12 +328,12 @@ class Machine:
         return step, known
 
     def skip_pass(self, step: Step, known: Visit | None, source: object, batch: Batch, claim: Claim) -> Visit:
-        """Note a pass on a batch in which nothing counts: it is known, and none of the step's visits."""
+        """Note a pass on a batch in which nothing counts: it is known, but not a visit of the step."""
         self.step, self.now = step, self.now + 1
         return known or step.latest.setdefault(source, Visit(source, batch, claim, self.now, self.now))
 
     def continue_visit(self, known: Visit, batch: Batch | None) -> None:
-        """Note a further pass of a visit: a block may go on to another loop, and to the last batch of one."""
+        """Note another pass of a visit: a block may move to another loop, and to the last batch of one."""
         if known.source is self.block:
             if batch is not None and batch.loop not in known.loops:
                 known.loops += (batch.loop,)
@@ -432,7 +432,7 @@ class Machine:
         """Continue in the middle of a step; its last visit is over."""
         self.step, step.policy = step, self.policy
         last = max((each.microbatch for each in step.visits), default=0)
-        for each in step.visits:  # over for each optimizer, also for those without a request in this run
+        for each in step.visits:  # over for each optimizer, even for those without a request in this run
             each.microbatch -= last
         self.now = self.requested = 1
 
@@ -457,14 +457,14 @@ class Machine:
             is_counted = True
         if is_counted or step.state == FINAL:
             return step.state != COLLECTING
-        # The pass that begins the next visit is still to come; one on a batch of which no row is left begins none.
+        # The pass that begins the next visit is still to come; one on a batch with no row left does not begin any.
         if origin is not None and origin.claim.is_empty:
             return False
         step = Step(policy) if step.state == TAKEN else step
         return policy.completes(self, step, delivered() if origin is None else origin.batch, 1)
 
     def has_unknown_end(self) -> bool:
-        """Whether nothing says where the current loop ends: its data is no loader's, and in no block."""
+        """Whether nothing says where the current loop ends: its data comes from no loader, and is in no block."""
         visits = self.step.visits
         return self.block is None and (visits[-1].source is ELSEWHERE if visits else not self.step.latest)
 

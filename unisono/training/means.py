@@ -3,8 +3,8 @@
 Each sample counts once: the rows that only repeat others, in a split tail, are left out. torchmetrics has all other
 metrics; `Accelerator.prepare` makes them do the same.
 
-The sums of batches are added without rounding, and their sum is rounded once: it does not depend on their order, and so
-with virtual ranks not on the number of ranks.
+The sums of batches are added without rounding, and the total is rounded once: it does not depend on their order, nor,
+with virtual ranks, on the number of ranks.
 
 *Threads:* an object belongs to one rank's loop.
 """
@@ -38,7 +38,7 @@ class Mean:
         accelerator.print(loss_mean.compute())  # every rank calls it
 
     A prepared one is saved in the Accelerator's checkpoints: an epoch that is resumed, on any number of ranks, gets the
-    mean of all of its samples.
+    mean of all its samples.
 
     Args:
         world: the ranks; None uses the current world. `Accelerator.prepare` sets the Accelerator's.
@@ -60,13 +60,13 @@ class Mean:
         Args:
             values: the mean over the samples of the rank's batch, as of a loss: a number, or a tensor of one element;
                 or one value for each row of the batch, shape (rows,).
-            of: the batch that it is of, or tensors of it, such as its labels, as the loader has delivered them: they
+            of: the batch of the values, or tensors of it, such as its labels, as the loader delivered them: they
                 identify the rows that count. Or the number of samples, at the front, that count.
 
         Raises:
-            TypeError: an argument is of another type.
-            ValueError: the tensors are of no batch that a loader has delivered, or of several that count differently;
-                or the values are as many as neither 1 nor the batch's rows.
+            TypeError: an argument has another type.
+            ValueError: the tensors belong to no batch that a loader has delivered, or to several that count
+                differently; or the number of values is neither 1 nor that of the batch's rows.
         """
         if not isinstance(values, torch.Tensor | Real):
             raise TypeError(f"values={values!r} is of type {type(values).__name__}; pass a number or a tensor")
@@ -92,16 +92,15 @@ class Mean:
         Raises:
             ValueError: on all ranks, if no rank has added a sample.
         """
-        with self.world.state.deliveries.evaluations.aside():  # `update` tells which loop it is for
-            (total, *_), count = self._reduce()
+        with self.world.state.deliveries.evaluations.aside():  # `update` knows which loop it is for
+            (total, *_), count = self._reduce_total()
         if not count:
             raise ValueError(f"the {type(self).__name__} holds no sample; call update(values, batch) in a loop first")
         return total / count
 
     def state_dict(self) -> dict[str, Any]:
-        """The sum and the number of samples of all ranks; "rest" is what rounding has taken from the sum. A
-        collective."""
-        (total, *rest), count = self._reduce()
+        """The sum and the number of samples of all ranks; "rest" is what rounding took from the sum. A collective."""
+        (total, *rest), count = self._reduce_total()
         return {"sum": total, "count": count, "rest": rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,8 +115,8 @@ class Mean:
             self._terms = _exact([*self._terms, *torch.stack(self._sums).tolist()])
             self._sums.clear()
 
-    def _reduce(self) -> tuple[list[float], int]:
-        """The terms of the total, the first of which is the total rounded, and the number of samples."""
+    def _reduce_total(self) -> tuple[list[float], int]:
+        """The terms of the total, the rounded total first, and the number of samples."""
         self._add_up()
         sent = [self._count, *_exact(self._terms)[:_TERMS]]
         sent += [0.0] * (1 + _TERMS - len(sent))
@@ -128,7 +127,7 @@ class Mean:
 
 
 class Accuracy(Mean):
-    """The share of the samples of all ranks that are classified right, each counted once, 0 to 1.
+    """The fraction of all ranks' samples that are classified correctly, each counted once, 0 to 1.
 
     Used as `Mean`, with `update(scores, labels)`.
     """
@@ -137,13 +136,13 @@ class Accuracy(Mean):
         """Add this rank's samples of a batch.
 
         Args:
-            values: a score for each class, shape (rows, classes), the largest of which is the prediction; or the
-                predicted class, integers of shape (rows,).
+            values: a score for each class, shape (rows, classes): the largest is the prediction; or the predicted
+                class, integers of shape (rows,).
             of: the labels as the loader has delivered them, integers of shape (rows,).
 
         Raises:
-            TypeError: an argument is no tensor.
-            ValueError: the shapes are others, or the labels are of no batch that a loader has delivered.
+            TypeError: an argument is not a tensor.
+            ValueError: the shapes are different, or the labels belong to no batch that a loader has delivered.
         """
         for name, each in (("values", values), ("of", of)):
             check_type(each, name, "pass a tensor", torch.Tensor)

@@ -1,7 +1,7 @@
-"""Modules that were built on the device "meta", which has shapes without values: they are materialised on their device.
+"""Modules built on the device "meta", which has shapes without values: materialises them on their device.
 
 A model that exceeds each rank's memory is built this way, and sharded unit by unit: each unit is initialised and
-sharded before the next one. The values come from the modules' own `reset_parameters()`, drawn by rank zero.
+sharded before the next. The values come from the modules' own `reset_parameters()`, drawn by rank zero.
 """
 
 from __future__ import annotations

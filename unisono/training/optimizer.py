@@ -1,7 +1,7 @@
 """Training by hand, without an Accelerator: `backward` weights a loss, `optimizer_step` reduces and steps.
 
 The forward pass of a plain module is not observed, so a loss is attributed to the batch that the innermost loop
-delivered last. If it may belong to another one (one before was not used) that counts differently, it is an error.
+delivered last. If it may belong to another batch (an earlier one was not used) that counts differently, it is an error.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ByHand:
 
     def __init__(self) -> None:
         self.agreed: WeakSet[Optimizer] = WeakSet()  # whose parameters have been compared with those of the other ranks
-        # Of optimizers whose parameters are of no prepared model: the number of their steps, and which of them was the
-        # first to step a parameter.
+        # Of optimizers whose parameters belong to no prepared model: the number of their steps, and which of them was
+        # the first to step a parameter.
         self.foreign: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.compared = WeakTensorKeyDictionary()
         self.brings_batches = False  # each rank loads its own, as PyTorch/XLA's scripts do by a DistributedSampler
@@ -59,7 +59,7 @@ class ByHand:
         return self.steps
 
     def restart(self) -> None:
-        """Start the rank's loop again; whatever an earlier one has left belongs to no step."""
+        """Start the rank's loop again; what an earlier loop has left belongs to no step."""
         self.steps = None
         for each in list(self.trainers):
             each.steps.restart()
@@ -85,16 +85,16 @@ def backward(
             counts the same. In a step, all ranks pass weights or none does. Several losses of one batch share one
             weight. A batch that only repeats others weighs 0 in any case. Costs a small collective.
         batch: tensors of the batch that the loss was computed from, as a loader of this package delivered them, or
-            views of them; `()` says that the data is no loader's. None uses the batch that was delivered last; after
-            a prepared model's forward pass, the one that its inputs came from.
+            views of them; `()` says that the data comes from no loader. None uses the batch that was delivered last;
+            after a prepared model's forward pass, the one that its inputs came from.
 
     Raises:
-        TypeError: the loss is no tensor.
+        TypeError: the loss is not a tensor.
         ValueError: the weight is negative or not finite, or conflicts with those given before in this step; or `batch`
-            was delivered by no loader; or it is unknown of which of several batches the loss is, and they count
-            differently; or gradients came through `unisono.functional`, and the ranks' weights differ.
+            was delivered by no loader; or the loss may belong to several batches that count differently; or gradients
+            came through `unisono.functional`, and the ranks' weights differ.
     """
-    if type(loss) is not torch.Tensor:  # spares the call
+    if type(loss) is not torch.Tensor:  # saves the call
         check_type(loss, "loss", "pass the tensor that the loss function returned", torch.Tensor)
     world = world or current_world()
     hand = world.state.part(ByHand)
@@ -112,7 +112,7 @@ def backward(
     part, crossings = visit.claim.part(world.comm.size), world.state.part(Crossings)
     factor, before = part * steps.step.scale(visit), crossings.number
     left_at = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
-    if world.comm.size > 1:  # before the pass: one that fails halfway has left gradients as well
+    if world.comm.size > 1:  # before the pass: one that fails halfway leaves gradients, too
         unreduced.update((each, True) for each in left_at)
     # At the leaves, not by scaling the loss: the mean over no samples is NaN, and NaN times 0 stays NaN.
     hooks = [each.register_hook(partial(scaled, factor)) for each in left_at if factor != 1]
@@ -167,7 +167,7 @@ def optimizer_step(
         with track.span(REDUCE):
             check_once(optimizer, trained_parameters(optimizer), world)
             if arguments.get("closure") is not None:
-                arguments["closure"] = _reducing(optimizer, arguments["closure"], world)
+                arguments["closure"] = _reducing_closure(optimizer, arguments["closure"], world)
             else:
                 # All ranks skip the step, or none does: the totals are equal on all of them.
                 is_empty = _is_counted(optimizer, hand) and steps.step.is_empty()
@@ -245,8 +245,8 @@ def warn_of_foreign_batches(world: World) -> None:
         )
 
 
-def _reducing(optimizer: Optimizer, closure: Callable[[], Any], world: World) -> Callable[[], Any]:
-    """A closure for `optimizer`, each call of which is a separate step."""
+def _reducing_closure(optimizer: Optimizer, closure: Callable[[], Any], world: World) -> Callable[[], Any]:
+    """A closure for `optimizer`: each call is a separate step."""
     hand = world.state.part(ByHand)
     origin = find_origin(world)
 
@@ -280,8 +280,8 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
         node = left.pop()
         if node is None:
             continue
-        # AccumulateGrad, autograd's node for a leaf, holds the leaf as `variable`.
-        # The name is checked, since the node of a user's Function may have an attribute `variable` of its own.
+        # AccumulateGrad, autograd's node for a leaf, holds the leaf as `variable`. The name is checked, since the node
+        # of a user's Function may have its own attribute `variable`.
         if node.name() == "torch::autograd::AccumulateGrad":
             found.append(getattr(node, "variable"))  # noqa: B009 - which torch does not annotate
         new = {each for each, _ in node.next_functions if each not in seen}

@@ -1,4 +1,4 @@
-"""Find the largest batch size that fits: attempts with decreasing sizes, on all ranks together.
+"""Finds the largest batch size that fits: attempts with decreasing sizes, on all ranks together.
 
 After each attempt the ranks exchange whether one of them ran out of memory, and retry together. They meet only there:
 if a rank ran out of memory while its peers wait for it inside the attempt, as in a reduction, all of them get a
@@ -71,7 +71,7 @@ def find_executable_batch_size(
                 result, reason = _attempt(function, tried[-1], args, kwargs)
                 if not _failed_anywhere(reason, tried[-1], world):
                     return result
-                # This rank may have succeeded where another has failed; its result occupies memory as well.
+                # This rank may have succeeded where another failed; its result occupies memory, too.
                 del result
                 gc.collect()  # a device's allocator releases its free memory itself before it fails
                 world.state.restart()

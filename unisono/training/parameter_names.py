@@ -1,4 +1,4 @@
-"""What ranks call the parameters of optimizers, which hold them without names, and their learning rates."""
+"""Names for the parameters of optimizers, which hold them without names, and for their learning rates."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def has_gradient(optimizer: Optimizer) -> bool:
 
 
 def describe_rates(groups: Iterable[Mapping[str, Any]]) -> str:
-    """The learning rates of optimizers' groups that are plain numbers, to be compared by the ranks, which step with
-    them."""
+    """The learning rates of optimizers' groups that are plain numbers, so that ranks can compare what they step
+    with."""
     # To six digits: hosts may compute the cosine of a schedule differently in the last one.
     found: dict[str, None] = {}
     for group in groups:

@@ -23,7 +23,7 @@ class RankView:
     """The properties of a rank, and blocks that ranks run in turn.
 
     Attributes:
-        world: that of the rank; set by the subclass.
+        world: the rank's; set by the subclass.
     """
 
     world: World
@@ -63,7 +63,7 @@ class RankView:
         return _first_alone(self.is_main_process, self.world)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The same for the first rank of each machine and the others of that machine."""
+        """The same, for the first rank of each machine and the others of that machine."""
         return _first_alone(self.is_local_main_process, self.world)
 
     def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:

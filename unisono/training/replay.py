@@ -1,10 +1,10 @@
 """A replay of a step of a recorded run with virtual ranks (`unisono replay`): what its ranks do differently.
 
-Before its first step, a rank loads the checkpoint that was chosen, whatever the script names. Its digests are compared
-with those of the record, and each rank ends after the step that was asked for. What the package would write goes to a
+Before its first step, a rank loads the chosen checkpoint, whatever the script names. Its digests are compared with
+those of the record, and each rank ends after the step that was asked for. What the package would write goes to a
 scratch directory, and what the script itself would write over is refused (`kept_files.py`).
 
-*Threads:* the rank's; lines of the record come from the one that writes a checkpoint, too.
+*Threads:* the rank's; lines of the record also come from the thread that writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from unisono.world import World
 
 @dataclass
 class Replay:
-    """What is replayed, and how far it is. The instance of each rank is its own.
+    """What is replayed, and how far it has got. The instance of each rank is its own.
 
     Attributes:
-        step, optimizer: the rank ends after this step of the optimizer of this number.
+        step, optimizer: the rank ends after this step of the optimizer with this number.
         checkpoint: what `load_state` loads before the first step; "" for none.
         scratch: the directory for what is written.
         kept: the directory whose files stay as they are.
@@ -62,7 +62,7 @@ class Replay:
         world.state.part(_OfRank).replay = self
         self._world = world
         if world.rank == 0:
-            world.timeline.write_digests = self._compare
+            world.timeline.write_digests = self._compare_line
         with files_kept(self.kept), preemption.scope():  # outside, the run has not ended early
             yield
 
@@ -73,7 +73,7 @@ class Replay:
 
     def place_to_load(self, place: str) -> str:
         """Where `load_state` is to look, if the script names that place: the chosen checkpoint comes before the first
-        step; later ones are those that the replay itself has saved, if it has."""
+        step; later ones are those that the replay itself has saved, if any."""
         if not self.first and self.checkpoint:
             self._is_loaded = True
             return self.checkpoint
@@ -90,7 +90,7 @@ class Replay:
         """The gradients of that step are reduced."""
         if optimizer != self.optimizer:
             return
-        if step > self.step:  # a debugger has gone on
+        if step > self.step:  # a debugger has continued
             _end()
         if not self.first and self.checkpoint and not self._is_loaded:
             self._say(
@@ -100,15 +100,15 @@ class Replay:
         self.first = self.first or step
 
     def end_step(self, optimizer: int, step: int) -> None:
-        """That step was taken. SystemExit: it is the one that is replayed, and no debugger goes on."""
+        """That step was taken. SystemExit: it is the replayed one, and no debugger continues."""
         if optimizer == self.optimizer:
             self.last = step
             if step >= self.step and not (self._was_debugged and sys.gettrace()):
                 _end()
 
     def debug(self, optimizer: int, step: int) -> None:
-        """Run the debugger in the user's frame that asks for a step, if it is the one that is replayed. SystemExit: the
-        user has quit."""
+        """Run the debugger in the user's frame that asks for the step, if it is the replayed one. SystemExit: the user
+        has quit."""
         if (step, optimizer) != (self.step, self.optimizer):
             return
         import pdb  # here: other runs do without
@@ -127,8 +127,8 @@ class Replay:
         if debugger.stopframe is not debugger.botframe or debugger.breaks:  # it does not just continue
             sys.settrace(debugger.trace_dispatch)
 
-    def _compare(self, line: dict[str, Any]) -> None:
-        """Take what would be a line of a record; say what differs, as soon as it does."""
+    def _compare_line(self, line: dict[str, Any]) -> None:
+        """Take what would be a line of a record; report a difference as soon as there is one."""
         self.replayed.add(line)
         if "settings" in line:
             if text := compare_settings(self.recorded, self.replayed):
@@ -165,7 +165,7 @@ class Replay:
         count = f"each of the {len(common)} steps" if len(common) > 1 else "the one step"
         text = f"equal at {count} with digests" if common else "no step to compare with"
         own = self.replayed.steps.get((self.step, self.optimizer))
-        if own is not None and self.step not in common:  # by the hash, two replays can be compared
+        if own is not None and self.step not in common:  # the hash lets two replays be compared
             own_hash = hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
             text += f"; the record has no digests of step {self.step}, and the hash of those here is {own_hash}"
         return text
@@ -185,12 +185,12 @@ def replay_of(world: World) -> Replay | None:
 
 
 def in_scratch(path: str | os.PathLike[str], world: World) -> str | os.PathLike[str]:
-    """Where to write what is for that path: there, unless the run is a replay."""
+    """Where to write what is meant for that path: there, unless the run is a replay."""
     replay = replay_of(world)
     return path if replay is None else replay.in_scratch(path)
 
 
 def _end() -> NoReturn:
-    """End the script early, on all ranks at the same place: as one that has asked `should_stop`."""
+    """End the script early, on all ranks at the same place, like one that has asked `should_stop`."""
     preemption.agree()
     sys.exit(0)

@@ -144,7 +144,7 @@ class ByHand(Policy):
 
 
 def policy_of(every: float, parts: int = 0) -> Policy:
-    """The policy of steps of so many microbatches; `parts` as in `Policy`."""
+    """The policy of steps of that many microbatches; `parts` as in `Policy`."""
     if parts:
         return Policy(every, parts)
     return Plain(every) if every == 1 else ByHand(every) if every == math.inf else Policy(every)

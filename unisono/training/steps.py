@@ -1,5 +1,5 @@
-"""The steps of a rank: `Machine` says which microbatches make one, and this module what their gradients weigh, and
-which claims fit together (docs/exactness.md).
+"""The steps of a rank: `Machine` says which microbatches make one; this module, what their gradients weigh and which
+claims fit together (docs/exactness.md).
 
 *Threads:* a rank's steps belong to the thread of its loop.
 """
@@ -36,7 +36,7 @@ class Steps(Machine):
         self._total: tuple[Step | None, float] = None, 0.0
 
     def _check_microbatch(self, origin: Origin) -> None:
-        """Check that it is known which microbatch a pass is of, and whether its loop ends."""
+        """Check that it is known which microbatch a pass belongs to, and whether its loop ends."""
         batch, is_in_block = origin.batch, self.block is not None
         if not origin.is_computed:
             return
@@ -69,7 +69,7 @@ class Steps(Machine):
         Args:
             is_named: whether the user has named the microbatch, by a weight or a batch.
             optimizers: returns those of the models that the pass reaches.
-            elsewhere: distinguishes data of no loader.
+            elsewhere: distinguishes data from no loader.
 
         Raises:
             ValueError: nothing is counted, since it has no known claim, or its claim does not fit those of the step.
@@ -90,7 +90,7 @@ class Steps(Machine):
         if batch is not None and step.policy.is_counted:
             if claim.is_empty:  # as if it were skipped, as on one device
                 return self.skip_pass(step, known, source, batch, claim)
-            if known is not None and known.claim.is_empty:  # a block goes on to a batch that counts
+            if known is not None and known.claim.is_empty:  # a block continues to a batch that counts
                 known = None
         if known is not None:
             check_same(known.claim, claim, self.virtual is not None)
@@ -100,13 +100,13 @@ class Steps(Machine):
         if step.visits:
             self.join_microbatch(visit, step, optimizers)
             if step.policy.is_mean and (misfit := step.misfit(visit)):
-                raise ValueError(_why(misfit))
+                raise ValueError(_describe_misfit(misfit))
         self.add_visit(step, visit)  # an error above leaves the step as it was
         return visit
 
     @staticmethod
     def count_whole(visit: Visit) -> bool:
-        """Note that the loss of a visit is that of all ranks: this rank's weight counts, also where its batch only
+        """Note that the loss of a visit is that of all ranks: this rank's weight counts even where its batch only
         repeats rows. Returns whether that makes a difference."""
         if visit.claim.uncut is None:
             return False
@@ -116,7 +116,7 @@ class Steps(Machine):
     def _check_origin(
         self, origin: Origin, weight: float | torch.Tensor | None, is_named: bool, policy: Policy
     ) -> None:
-        """Check that the pass has a known claim, in a step of so many microbatches."""
+        """Check that the pass has a known claim, in a step of that many microbatches."""
         if len(origin.candidates) > 1:
             if weight is None:
                 check_counts(origin.candidates, self.world, policy.is_mean)
@@ -144,8 +144,8 @@ class Steps(Machine):
         return self.parts == 1 and not self.step.policy.is_mean
 
     def given_total(self) -> float | None:
-        """With virtual ranks, the sum of the weights that the user has given for the batches of this step, over all of
-        them, rounded once; None if there are none. A collective, once a step."""
+        """With virtual ranks, the sum of the weights that the user gave for the batches of this step, over all of them,
+        rounded once; None if there are none. A collective, once a step."""
         step, virtual = self.step, self.virtual
         given = [each for each in step.visits if each.claim.is_given and each.batch is not None]
         if virtual is None or not given:
@@ -161,7 +161,7 @@ class Steps(Machine):
         return self._total[1]
 
     def is_empty(self) -> bool:
-        """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
+        """Whether nothing counts in this step, on any rank: then there is no mean to take the gradient of."""
         return self.step.is_empty() or self.given_total() == 0
 
     def factor(self) -> float:
@@ -182,7 +182,7 @@ class Steps(Machine):
         return sum(each.samples for each in counted) / total if total else 1 / self.parts
 
 
-def _why(misfit: Misfit) -> str:
+def _describe_misfit(misfit: Misfit) -> str:
     if misfit.reason == UNITS:
         return (
             "one microbatch of this step has a weight of its own, another one has none; pass backward(..., weight=) "

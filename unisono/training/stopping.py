@@ -1,4 +1,4 @@
-"""An early stop on which all ranks agree: one of them gets the request, and all of them stop after the same step."""
+"""An early stop that all ranks agree on: one of them gets the request, and all of them stop after the same step."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def should_stop(asked: bool | None = None, *, world: World | None = None) -> boo
     not "fork" are not shielded.) Schedulers send SIGKILL some time after SIGTERM: a step and a checkpoint must fit in
     between. In a task of submitit, its warning is such a request, too (docs/several_machines.md, "submitit").
 
-    It costs a reduction of one number, for which ranks wait for each other, but not for their devices. If steps are
-    short, call it after every tenth, at the same steps on all ranks. Once it is True it stays True in this world, and
-    costs nothing.
+    It costs a reduction of one number: ranks wait for each other, but not for their devices. If steps are short, call
+    it after every tenth, at the same steps on all ranks. Once it is True it stays True in this world, and costs
+    nothing.
 
     In threads (`DataParallel`), all replicas stop when the process receives the signal; `DataParallel` must be called
     in the main thread, or `should_stop` once before, since only that can handle signals.
 
     Args:
-        asked: whether this rank was asked to stop in another way, such as by the notice of a cloud or of an engine
-            that runs this function in a thread; SIGTERM counts as well where it can be handled.
+        asked: whether this rank was asked to stop in another way, such as by the notice of a cloud or of an engine that
+            runs this function in a thread; SIGTERM counts, too, where it can be handled.
         world: None uses the current one.
 
     Raises:

@@ -66,7 +66,7 @@ class Blocks:
                 block.copy_(slots[root])
 
     def all_gather(self, action: str, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-        """Copy each rank's `flat` into the output of its number, if this rank has outputs."""
+        """Copy each rank's `flat` into the output with its number, if this rank has outputs."""
         start = 0
         for block, slots in self._show(action, flat):
             stop = start + block.shape[0]
@@ -75,12 +75,12 @@ class Blocks:
             start = stop
 
     def reduce_scatter(self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
-        """Reduce the parts of this rank's number, of all ranks, into `output`."""
+        """Reduce the parts with this rank's number, from all ranks, into `output`."""
         for start, pieces in self._exchange(action, parts):
             fold_into(output[start : start + pieces[0].shape[0]], pieces, op)
 
     def all_to_all(self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Copy the parts of this rank's number, of all ranks, into `output`, one after another."""
+        """Copy the parts with this rank's number, from all ranks, into `output`, one after another."""
         found = output.view(self.size, output.shape[0] // self.size)
         for start, pieces in self._exchange(action, parts):
             for own, piece in zip(found, pieces, strict=True):

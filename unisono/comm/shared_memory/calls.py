@@ -76,7 +76,7 @@ def in_any_form(options: type) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def let_monitored_barrier_take(kind: Any) -> None:
-    """Let torch's function, which refuses each group but gloo's by its name, take groups of this kind."""
+    """Let torch's function, which by name refuses every group but gloo's, take groups of this kind."""
     original = dist.monitored_barrier
 
     @wraps(original)

@@ -1,4 +1,4 @@
-"""Futexes: let a process sleep until another one changes a word of memory that both map (man 2 futex)."""
+"""Futexes: let a process sleep until another changes a word of memory that both map (man 2 futex)."""
 
 from __future__ import annotations
 

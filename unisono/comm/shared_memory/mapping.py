@@ -1,7 +1,7 @@
 """The memory that the ranks of one machine share: created by the first, mapped by all, freed with the last.
 
-It is a file without a name (`memfd_create`), so nothing of it can be left over, and the size of /dev/shm does not limit
-it. The others open it under /proc, as the store of the group says. Either all ranks map it or none does.
+It is a file without a name (`memfd_create`), so nothing can be left over, and the size of /dev/shm does not limit it.
+The others open it under /proc, as the store of the group says. Either all ranks map it or none does.
 
 Each rank holds a lock on a byte of the file, which the kernel releases when its process ends: so its peers know whether
 it is alive, without a message. (A record lock of `fcntl`: forked loader workers do not inherit it.)
@@ -77,7 +77,7 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
         mapping = _create(store, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes, deadline)
     except OSError as error:
         store.set(_REFUSED, str(rank))
-        # What a rank of another machine does not find, or may not open, was never shared with it.
+        # What a rank on another machine does not find, or may not open, was never shared with it.
         if rank == 0 or not isinstance(error, FileNotFoundError | PermissionError):
             _warn_once(str(error))
         return None
@@ -113,14 +113,14 @@ def _open(store: Store, rank: int, size: int, num_bytes: int, deadline: float) -
         time.sleep(_POLL_S)
     pid, number, token, network = store.get(_PLACE).decode().split()
     path = f"/proc/{pid}/fd/{number}"
-    # Whoever reaches the store may have written this: it leads to no file but one of ours.
+    # Anyone who reaches the store may have written this: it must lead to no file but one of ours.
     if not (pid.isdecimal() and number.isdecimal() and _is_ours(path)):
         raise FileNotFoundError(f"{path} is no memory of a rank")
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     found = os.fstat(file)
     is_whole = found.st_uid == os.geteuid() and found.st_size == PAGE * (size + 1) + num_bytes
     # On another machine, or in another container, the same path is a different file; and messages between two ranks go
-    # over the loopback, which is another one in another network.
+    # over the loopback, which differs in another network.
     is_that_one = is_whole and _is_ours(f"/proc/self/fd/{file}") and os.pread(file, _TOKEN, 0).hex() == token
     if not is_that_one or os.readlink(_NETWORK) != network:
         os.close(file)

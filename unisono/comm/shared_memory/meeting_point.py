@@ -1,8 +1,8 @@
 """Where the processes of one machine meet: a rank continues when all have arrived.
 
-Each rank counts its meetings in a word of its own, and waits until the words of all others have reached its count.
+Each rank counts its meetings in its own word, and waits until the words of all others have reached its count.
 
-*Threads:* whoever holds `lock`; `close` may be called by any.
+*Threads:* the one that holds `lock`; any may call `close`.
 
 Invariants:
 
@@ -39,7 +39,7 @@ _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
 # A process that dies wakes no sleeper, so a peer's lock and the deadline are checked after each nap.
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
-_SAY_S = 10.0  # how long a rank waits for one that may wait for it before it says that this may be a deadlock
+_SAY_S = 10.0  # how long a rank waits for one that may wait for it before it warns of a deadlock
 _GRACE_S = 2.0  # how long a rank that has found a difference waits for the others, to name their places
 _WORD = 2**32
 _ENDED = f"came to {END}"
@@ -56,7 +56,7 @@ class MeetingPoint:
 
     Attributes:
         turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
-        lock: held for the time of a collective, of which there may be several threads.
+        lock: held during a collective; several threads may call collectives.
         is_closed: whether this rank has left.
     """
 
@@ -99,7 +99,7 @@ class MeetingPoint:
         if difference := self.notes.find_difference():
             actions = difference.values()
             if _ENDED in actions and not any(map(is_of_loop, actions)):
-                return {}  # who waits for a rank that has ended is told so
+                return {}  # a rank that waits for one that has ended is told so
             with contextlib.suppress(dist.DistNetworkError):
                 self.meet(_GRACE_S)
                 raise self._mismatch(difference)
@@ -133,7 +133,7 @@ class MeetingPoint:
         return mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
     def place_of(self, action: str) -> str:
-        """The user's call by which this rank came to an action: that of now, unless it has begun a loop before."""
+        """The user's call that led this rank to an action: the current one, unless it began a loop before."""
         return self._loops.get(action) or describe_call(own_frames())
 
     def meet(self, timeout_s: float | None = None) -> None:
@@ -148,8 +148,8 @@ class MeetingPoint:
             self._wait_for(rank, timeout_s)
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent. A fork's copy
-        leaves for nobody."""
+        """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent. A fork's copy does
+        not leave for its parent."""
         if not self.is_closed and os.getpid() == self._process:
             self.is_closed = True
             # Before the wake-up, after which sleepers look at it.
@@ -158,8 +158,8 @@ class MeetingPoint:
                 futex.wake(self._address + at)
 
     def check_presence(self, rank: int) -> None:
-        """Raise if that rank will never arrive, whatever it is waited for; DistNetworkError if it has left or ended, or
-        this rank has."""
+        """Raise if that rank will never arrive, whatever others wait for; DistNetworkError if it, or this rank, has
+        left or ended."""
         if self.is_closed:
             self._check_open()
         if reason := self._absence_of(rank):
@@ -170,7 +170,7 @@ class MeetingPoint:
             raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
 
     def _absence_of(self, rank: int) -> str:
-        """Why that rank will not arrive any more; "" if it may."""
+        """Why that rank will no longer arrive; "" if it may."""
         has_ended = not self._mapping.is_alive(rank)
         state = self._words[self._state_at[rank] // 4]  # read after the check: a dead rank writes it no more
         return _REASONS[state] if state or has_ended else ""
@@ -184,11 +184,11 @@ class MeetingPoint:
         return (self._words[self._count_at[rank] // 4] - self.turn) % _WORD < _WORD // 2
 
     def note_connected(self) -> None:
-        """Let the others know that this rank can be sent messages."""
+        """Let the others know that this rank can receive messages."""
         self._words[(self._mapping.header_of(self.rank) + _CONNECTED) // 4] = 1
 
     def is_connected(self, rank: int) -> bool:
-        """Whether that rank can be sent messages."""
+        """Whether that rank can receive messages."""
         return bool(self._words[(self._mapping.header_of(rank) + _CONNECTED) // 4])
 
     def _say_that_it_waits(self, rank: int, is_told: bool) -> bool:

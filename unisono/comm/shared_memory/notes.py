@@ -31,7 +31,7 @@ class Notes:
         self._rank, self._size = mapping.rank, mapping.size
         self._memory = mapping.memory
         self._words = memoryview(mapping.memory).cast("I")
-        # Of each of the two pages, where it begins in the memory of each rank.
+        # For each of the two pages, where it begins in the memory of each rank.
         first = [mapping.header_of(rank) + _PAGES_AT for rank in range(mapping.size)]
         self._pages = first, [at + _PAGE for at in first]
         self._number = 0
@@ -43,7 +43,7 @@ class Notes:
         self._starts = self._pages[self._number % 2]
         at = self._starts[self._rank] // 4
         self._length, self.is_full = 0, False
-        # The length first: under the new number, nothing of the old notes may be read.
+        # The length first: under the new number, none of the old notes may be read.
         self._words[at + 1] = 0
         self._words[at] = self._number % _WORD
 
@@ -60,7 +60,7 @@ class Notes:
         self.is_full = self._length > _PAGE - _TEXT_AT - 2 * _LINE
 
     def find_difference(self) -> dict[int, str]:
-        """The first line by which the notes of ranks differ, as far as they go, by rank; empty if none does."""
+        """The first line in which the ranks' notes so far differ, by rank; empty if none does."""
         memory, words, starts = self._memory, self._words, self._starts
         at = starts[self._rank] + _TEXT_AT
         own = memory[at : at + self._length]

@@ -1,7 +1,7 @@
 """A torch process group whose collectives use the shared memory of one machine: `init_process_group("shm")`.
 
 DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own torch.distributed calls use it like any
-other group. All ranks compare their calls before any data is moved. gloo carries out what is needed rarely: messages
+other group. All ranks compare their calls before any data is moved. gloo carries out what is rarely needed: messages
 between two ranks, reductions to one, gather, scatter, all-to-all of unequal parts, sparse tensors, lists of tensors
 that are reduced to one; and everything if ranks share no memory, as on several machines. Results, futures and kinds of
 errors are gloo's.
@@ -109,7 +109,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     @in_any_form(AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         if len({(each.dtype, each.layout) for each in tensors}) != 1 or tensors[0].is_sparse:
-            return self._allreduce_coalesced_by_gloo(tensors, opts)  # which has an error for these
+            return self._allreduce_coalesced_by_gloo(tensors, opts)  # it has an error for these
         op = _op_of(opts, tensors[0].dtype)
         together = torch.cat(list(map(flat_of, tensors)))  # a tensor that comes twice is reduced once
         self._in_place("all_reduce_coalesced", [together], op, self._blocks.all_reduce, op)
@@ -140,7 +140,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         place = parts[self.rank()]
         fits = torch.tensor([(place.shape, place.dtype) == (own.shape, own.dtype)], device=HOST)
         all_fit = torch.empty(self.size(), dtype=torch.bool, device=HOST)
-        self.all_gather_single(all_fit, fits)  # or those that fit would wait for the rank that is told
+        self.all_gather_single(all_fit, fits)  # or those that fit would wait for the rank that gets the error
         if not all_fit.all():
             raise RuntimeError(
                 f"all_gather sends {list(own.shape)} of {own.dtype}, and this rank's part of the output is "
@@ -348,7 +348,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             )
 
     def _to_peer(self, rank: int) -> Any:
-        """gloo's group, once that peer has created its own: gloo would wait for one that has already left."""
+        """gloo's group, once that peer has created its own: gloo would wait for a peer that has already left."""
         gloo = self._by_gloo()
         deadline = time.monotonic() + self._timeout.total_seconds()
         while 0 <= rank < self.size() and not self.here.is_connected(rank):

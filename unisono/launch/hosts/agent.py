@@ -72,14 +72,14 @@ class MachineOptions:
     """How machines meet, and when they continue without one another.
 
     Attributes:
-        min_nodes, max_nodes: the range of the number of machines with which the run continues.
+        min_nodes, max_nodes: the least and the greatest number of machines that the run continues with.
         endpoint: host:port where the agents meet; the host is one of the machines.
         run_id: the same for all agents of a run.
         node_rank: the machine's number, if the machines are numbered; then only number 0 may serve the endpoint.
         rdzv_conf: the agent's rendezvous settings, which override those chosen here.
         local_addr: this machine's address for the others; None uses the address of the route to the endpoint.
         lost_after_s: seconds that a machine may be silent before the others continue without it.
-        secret: by which they sign what they send one another; "" for none.
+        secret: signs what they send one another; "" for none.
     """
 
     min_nodes: int
@@ -108,7 +108,7 @@ class Agent(SimpleElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, log_directory: Path | None) -> None:
-        # Agents enter the barrier at the end once they know that all are done: only a lost one is not there soon.
+        # Agents enter the final barrier once they know that all are done: only a lost one is not there soon.
         super().__init__(spec, exit_barrier_timeout=options.lost_after_s)
         self.verdict: Outcome[Any] = Outcome()
         self.was_asked = False
@@ -118,7 +118,7 @@ class Agent(SimpleElasticAgent):
         self._log_directory = log_directory
         self._supervisor: Supervisor | None = None
         self._num_groups = 0  # that were started, as far as this machine knows
-        self._patience_until: float | None = None  # the deadline of an early end that was asked for
+        self._patience_until: float | None = None  # the deadline of a requested early end
         self.others = OtherMachines(
             options.endpoint,
             options.lost_after_s,
@@ -145,7 +145,7 @@ class Agent(SimpleElasticAgent):
             self._patience_until = time.monotonic() + self._job.options.grace_s + _MARGIN_S
             self._supervisor.request(Group.ask_to_stop)
             say_asked(signum)
-        elif signum != signal.SIGTERM or self._patience_until is None:  # otherwise it is a mere repetition
+        elif signum != signal.SIGTERM or self._patience_until is None:  # otherwise it merely repeats
             say_asked(signum, self._job.options.grace_s)
             raise SignalException(f"pid {os.getpid()} got {signal.Signals(signum).name}", signal.Signals(signum))
 
@@ -169,8 +169,8 @@ class Agent(SimpleElasticAgent):
         os._exit(1)
 
     def place_to_save(self, store: Any) -> int | None:
-        """Where this machine saves the last snapshot of the last group, as for `save_snapshot`: only the first that
-        asks does, and each one if none answers."""
+        """Where this machine saves the last snapshot of the last group, as for `save_snapshot`: only the first to ask
+        does, or each one if none answers."""
         own, key = f"{platform.node()} {os.getpid()}", f"unisono/saves/{self._options.run_id}/{self._num_groups}"
         try:
             return 0 if store.compare_set(key, "", own) == own.encode() else None
@@ -185,7 +185,7 @@ class Agent(SimpleElasticAgent):
         # Torch's agents count the restarts that they have begun themselves.
         own = group.spec.max_restarts - getattr(self, REMAINING_RESTARTS)
         seen = group.master_addr, group.master_port
-        # A machine that joins ends a group, too, without a restart; and knows nothing of those before.
+        # A machine that joins also ends a group, without a restart, and knows nothing of earlier ones.
         done = 0 if self._supervisor is None else self._supervisor.done
         facts = f"{own} {self._num_groups} {done}"
         texts, name = agree(group.store, group.group_rank, group.group_world_size, facts, seen)

@@ -1,4 +1,4 @@
-"""What the agents of a run know of one another in one start of all workers, and what follows from it.
+"""What the agents of a run know of one another in one start of all workers, and what follows from that.
 
 Reports and times in, decisions out: no thread, no clock, no store. So `tests/launch/hosts/test_simulated_agents.py` can
 play thousands of runs, in which messages are late and machines pause, fail and are lost.
@@ -17,7 +17,7 @@ from unisono.comm.sealing import UnsignedError
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.reports import Pulse
 
-_SILENCE_S = 3.0  # several beats: a machine that has been silent for so long explains why its peers failed
+_SILENCE_S = 3.0  # several beats: a machine that has been silent that long explains why its peers failed
 _CAUSE_S = 5.0  # longer: a machine's last report is read up to a beat after it was written
 
 
@@ -29,7 +29,7 @@ class MachineReport:
         machine, host: its number in this round, and its host name.
         beats: how many times it has reported; it changes even if nothing else does.
         pulses: that of each of its ranks that has not ended.
-        stacks: where its own ranks are, once none of all ranks has moved for too long.
+        stacks: where its own ranks are, once no rank at all has moved for too long.
         verdict: why its part of the group has failed, an `Outcome` as bytes.
     """
 
@@ -46,7 +46,7 @@ class MachineReport:
 
 @dataclass
 class AgentRound:
-    """One start of all workers, as this machine sees it. Times are seconds of one clock of its own.
+    """One start of all workers, as this machine sees it. Times are seconds of its own clock.
 
     Attributes:
         name: the same for all agents, and for no other round.
@@ -66,7 +66,7 @@ class AgentRound:
     def say(self, **facts: Any) -> bool:
         """Change what this machine reports, by names of `MachineReport`. Returns whether that is news.
 
-        A part that is done has not failed, even if its agent is stopped afterwards: others may have ended by that."""
+        A part that is done has not failed, even if its agent is stopped afterwards: others may have ended with it."""
         if self.own.is_done:
             facts.pop("verdict", None)
         before, self.own = self.own, replace(self.own, **facts)
@@ -76,7 +76,7 @@ class AgentRound:
         """Take a machine's report, None for none yet. Returns whether it says more than that the machine is alive.
 
         Raises:
-            UnsignedError: it is older than the one before, so that somebody else has written it again.
+            UnsignedError: it is older than the one before, so something else has written it again.
         """
         before, _ = self.heard.get(number, (None, 0.0))
         if report is not None and before is not None and report.beats < before.beats:
@@ -91,12 +91,12 @@ class AgentRound:
         return [report for report, _ in list(self.heard.values()) if report is not None]
 
     def describe_loss(self, now: float) -> str:
-        """A sentence on a machine that is lost, or has been silent for so long that it may be; "" if there is none."""
+        """A sentence on a machine that is lost, or has been silent so long that it may be; "" if there is none."""
         return self.lost or self.describe_silence(now, _SILENCE_S)
 
     def describe_silence(self, now: float, seconds: float) -> str:
         """A sentence on a machine that has been silent for longer; "" if there is none. One that leaves has said why,
-        and the others need nothing more of one whose part is done."""
+        and the others need nothing more from one whose part is done."""
         for number, (report, since) in list(self.heard.items()):  # a copy: another thread adds to it
             if now - since > seconds and not (report is not None and (report.is_leaving or report.is_done)):
                 host = "not heard of yet" if report is None else report.host
@@ -104,7 +104,7 @@ class AgentRound:
         return ""
 
     def are_gone(self, now: float, seconds: float) -> bool:
-        """Whether each other machine leaves, or has been silent for longer."""
+        """Whether every other machine leaves, or has been silent for longer."""
         heard = list(self.heard.values())
         gone = [(report is not None and report.is_leaving) or now - since > seconds for report, since in heard]
         return sum(gone) == self.count - 1
@@ -132,7 +132,7 @@ class AgentRound:
         return bool(self.own.verdict) or self.trouble() is not None
 
     def decide(self, own: Outcome[Any], now: float) -> Outcome[Any] | None:
-        """How the round has ended: `own`, as this machine's part has, or as others report; None while that is open.
+        """How the round has ended: as this machine's part did (`own`), or as others report; None while that is open.
 
         A victim's report is not the end for `_CAUSE_S` seconds: the cause may come, or be a machine's silence."""
         is_well = own.error is None or isinstance(own.error, StoppedError)
@@ -151,5 +151,5 @@ class AgentRound:
 
 
 def silence(seconds: float) -> str:
-    """What a silence of so many seconds means, for the end of a sentence."""
+    """What a silence of that many seconds means, for the end of a sentence."""
     return f"has been silent for {seconds:.0f} s: it or its link is gone"

@@ -24,7 +24,7 @@ from unisono.errors import UnisonoError
 from unisono.torch_private import read_log_level
 
 _RUN = "unisono/run"  # the id of the run whose agent serves the store
-_TOLD_S = 1.0  # after which a store that names no run is not an agent's: it may be anybody's
+_TOLD_S = 1.0  # after that, a store that names no run is not an agent's: it may be anyone's
 _ANYWHERE = "192.0.2.1"  # an unassigned address, reached by the default route
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -96,7 +96,7 @@ def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False
 
 
 def name_run_of(store: dist.distributed_c10d.Store, run_id: str) -> None:
-    """Say in a store that an agent of this run serves it, and ends it."""
+    """Write in a store that an agent of this run serves it, and ends it."""
     store.set(_RUN, run_id)
 
 
@@ -122,8 +122,8 @@ def check_run_of(store: dist.distributed_c10d.Store, run_id: str, endpoint: str,
 def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> str:
     """The address to listen at, of a host's addresses; "" means all of this machine.
 
-    A literal address is where it listens. A name whose loopback address other machines are meant to use is only this
-    machine's own view: the address by which they connect is not known.
+    A literal address is where it listens. A name that resolves to a loopback address, but is meant for other machines,
+    is only this machine's own view: the address that they connect to is not known.
     """
     if host in addresses and is_this_machine(host):
         return host
@@ -132,14 +132,14 @@ def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> st
 
 
 def free_port() -> int:
-    """A port on which nothing listens at the moment."""
+    """A port that nothing listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def quieten_store() -> None:
-    """Keep native stack traces out of stderr, which a store prints when its server is gone with its machine.
+    """Keep out of stderr the native stack traces that a store prints when its server is gone with its machine.
     TORCH_CPP_LOG_LEVEL=WARNING enables them; torch reads it when it is imported and, if its library allows it, here."""
     if _LOG_LEVEL in os.environ:
         return
@@ -162,8 +162,8 @@ def addresses_of(host: str) -> list[str]:
 
 def is_this_machine(host: str) -> bool:
     """Whether one of that host's addresses belongs to an interface of this machine."""
-    own = {_bare(each.address) for found in psutil.net_if_addrs().values() for each in found}
-    return any(_bare(address) in own or address.startswith("127.") for address in addresses_of(host))
+    own = {_without_zone(each.address) for found in psutil.net_if_addrs().values() for each in found}
+    return any(_without_zone(address) in own or address.startswith("127.") for address in addresses_of(host))
 
 
 def address_towards(host: str, port: int) -> str | None:
@@ -190,25 +190,25 @@ def _source_towards(address: str, port: int) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is an address, or the name, by which a machine refers to itself."""
+    """Whether it is an address, or the name, that a machine uses for itself."""
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def interface_of(address: str) -> str | None:
     """The name of this machine's interface that has the address; None if none has."""
     for name, found in psutil.net_if_addrs().items():
-        if any(_bare(each.address) == _bare(address) for each in found):
+        if any(_without_zone(each.address) == _without_zone(address) for each in found):
             return name
     return None
 
 
 def unknown_interfaces() -> Iterator[str]:
-    """Yield the variables by which gloo or NCCL would look for an interface that this machine does not have."""
+    """Yield the variables that would make gloo or NCCL look for an interface that this machine does not have."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = [each.strip() for each in os.environ.get(name, "").lstrip("^=").split(",") if each.strip()]
         if wanted and not any(here.startswith(each) for each in wanted for here in psutil.net_if_addrs()):
             yield f"{name}={os.environ[name]} names no network interface of this machine"
 
 
-def _bare(address: str) -> str:
+def _without_zone(address: str) -> str:
     return address.split("%")[0]  # fe80::1%eth0

@@ -1,4 +1,4 @@
-"""Which launcher has started this process, and as which rank: read from the environment variables that launchers set.
+"""Which launcher started this process, and as which rank: read from the environment variables that launchers set.
 
 *One process per rank* is started by torchrun or another launcher that sets the same variables, by mpirun, by a SLURM
 step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): a `RankPlace`. *One agent per machine*, which starts the
@@ -80,7 +80,7 @@ def announced_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
     Raises:
         ValueError: a variable is missing or invalid; the message names it.
         NoWorldError: this is the only process of its machine, and is meant to start several ranks there; or a launcher
-            gives it a rank, and says nothing of the others.
+            gives it a rank, but says nothing of the others.
     """
     if environ is None:
         if _is_within:
@@ -111,7 +111,7 @@ def announced_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
 
 @contextmanager
 def within() -> Iterator[None]:
-    """Run the block as the announced rank: a `spawn` in it starts workers of its own, as in any worker."""
+    """Run the block as the announced rank: a `spawn` in it starts its own workers, as in any worker."""
     global _is_within
     _is_within = True
     try:
@@ -278,7 +278,7 @@ def node_of_step() -> tuple[int, int, str]:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """The first of a compressed list of hosts: `node[003-005,9],other1` begins with node003."""
+    """The first in a compressed list of hosts: `node[003-005,9],other1` begins with node003."""
     name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
     found = re.match(r"((?:[^,\[\]\s]|\[\d[^\[\]\s]*\])+)(?:,|$)", _text(environ, name))
     if found is None:

@@ -87,8 +87,8 @@ def run_announced(
     process_group: Literal["gloo"] | None = None,
 ) -> list[Any]:
     """Run `fn` as one of the workers that `spawn(fn, args)` would start, in a process that a launcher has already
-    started; return the values that it returned on all ranks. Raises what `fn` raised here, with a note on the rank, or
-    a BrokenWorldError if a peer failed; and the errors of `spawn`."""
+    started; return what it returned on all ranks. Raises what `fn` raised here, with a note on the rank, or a
+    BrokenWorldError if a peer failed; and the errors of `spawn`."""
     place = announced_place()
     assert place is not None, "nobody has announced a place"
     if nprocs is not None and nprocs != place.local_world_size:
@@ -100,7 +100,7 @@ def run_announced(
     try:
         with within():
             result = preemption.call(fn, world.rank, *args)
-        if result is None:  # else the caller may count
+        if result is None:  # otherwise the caller may count
             world.state.deliveries.evaluations.settle()
         world.comm.announce("the end of fn")
         # A result that cannot be sent is an error that names it, on every rank.
@@ -116,7 +116,7 @@ def run_announced(
         raise failure from error
     if preemption.is_agreed():
         stopped = StoppedError(results, count_of(world, "steps"))
-        if world.rank == 0 and place.launcher != "unisono run":  # whose supervisor reports it
+        if world.rank == 0 and place.launcher != "unisono run":  # its supervisor reports it
             logger.warning("%s", stopped)
         raise stopped
     return results

@@ -3,8 +3,8 @@
 A worker whose peer was killed is woken immediately, since the peer's machine closes the connection. A machine that has
 lost its power, or its link, closes nothing: the collective waits for its timeout, and the agent with it. So each agent
 announces every second, in the store where the agents meet, that it is alive, the progress of its ranks, and, if its
-part of the group has failed, the reason. When one has been silent for too long, the workers that may be waiting for it
-are ended: that counts as a failure of theirs. Every agent uses only its own clock, so those of the machines may differ.
+part of the group has failed, the reason. When a machine has been silent for too long, the workers that may be waiting
+for it are ended: that counts as their failure. Every agent uses only its own clock, so clocks may differ.
 
 *Threads:* two daemons. `unisono-machines` sends and receives; it blocks indefinitely if the store's machine is silent,
 since some of the store's calls have no timeout. `unisono-silence` checks the clock. The agent's main thread begins
@@ -36,7 +36,7 @@ class OtherMachines:
     """Speaks for this machine, and listens to the others.
 
     Attributes:
-        round: what is known in this start of all workers; before the first one, that this machine is alone.
+        round: what is known in this start of all workers; before the first start, that this machine is alone.
 
     Args:
         endpoint: where the agents meet.
@@ -44,7 +44,7 @@ class OtherMachines:
         on_report: called with a machine's report, if it says more than that the machine is alive.
         on_lost: called with a sentence when a machine has been silent for longer, and whether it is the first time in
             this round; called until the next round.
-        on_cut_off: called with a sentence when the endpoint's machine has been.
+        on_cut_off: called with a sentence when the endpoint's machine has been silent.
         beat_s: the longest interval between two reports.
     """
 
@@ -65,10 +65,10 @@ class OtherMachines:
         self.round = AgentRound("", 1, MachineReport(0))
         self._lock = threading.Lock()  # covers this machine's own report
         self._has_news = threading.Event()
-        self._overwriting = Overwriting()  # of reports, of whichever machines
+        self._overwriting = Overwriting()  # of reports, from any machine
         self._is_over, self._is_closed = threading.Event(), threading.Event()
         self._threads = [
-            threading.Thread(target=_talk, args=(self,), name="unisono-machines", daemon=True),
+            threading.Thread(target=_run_exchange, args=(self,), name="unisono-machines", daemon=True),
             threading.Thread(target=_watch, args=(self,), name="unisono-silence", daemon=True),
         ]
 
@@ -104,14 +104,14 @@ class OtherMachines:
         finally:
             self.say(is_leaving=True)
             if is_host and self.round.has_failed():
-                self._linger()
+                self._linger_for_readers()
             self._is_over.set()
             self._has_news.set()
             for thread in self._threads:
                 if thread.ident is not None:
                     thread.join(self._beat_s)  # it may be waiting for an answer that never comes
 
-    def _linger(self) -> None:
+    def _linger_for_readers(self) -> None:
         deadline = time.monotonic() + _LINGER_S
         while time.monotonic() < deadline and not self._is_closed.is_set():
             if self.round.are_gone(time.monotonic(), self._patience_s):
@@ -124,7 +124,7 @@ class OtherMachines:
         is_over = False
         while not is_over:
             self._has_news.wait(self._beat_s)
-            # Cleared before the report is sent, so that later news cause another turn.
+            # Cleared before the report is sent, so that later news causes another turn.
             self._has_news.clear()
             is_over = self._is_over.is_set()  # read first, so that the last reports are still sent
             with self._lock:
@@ -148,8 +148,8 @@ class OtherMachines:
                 self._overwriting.note(error, f"the report of machine {number}")
 
 
-def _talk(others: OtherMachines) -> None:
-    """Body of the first thread. A closed store is left for the agent itself to notice."""
+def _run_exchange(others: OtherMachines) -> None:
+    """Body of the first thread. The agent itself notices a closed store."""
     try:
         others._exchange_reports()
     except RuntimeError:

@@ -23,15 +23,15 @@ from unisono.comm.sealing import Overwriting, UnsignedError, seal, unseal
 from unisono.errors import UnisonoError
 
 _OVERWRITTEN_S = 20.0  # of an attack, after which the run ends
-_NOTHING = b"Y2FuaW1hZGFt"  # what torch writes where no agent has come yet
-_LEFT_OUT_S = 10.0  # the others give up a machine that has gone sooner
+_NOTHING = b"Y2FuaW1hZGFt"  # what torch writes before any agent has come
+_LEFT_OUT_S = 10.0  # the others give up on a lost machine sooner
 
 logger = logging.getLogger(__name__)
 
 
 class LeftOut:
-    """Whether the run has all its machines, and this is none of them, as when it was started twice: torch's agent waits
-    silently then, and ends well.
+    """Whether the run has all its machines, and this is not one of them, as when it was started twice: torch's agent
+    then waits silently, and ends well.
 
     Attributes:
         reason: that in words; "" if it takes part, or may soon.
@@ -72,13 +72,13 @@ class LeftOut:
 
 class SealedBackend(RendezvousBackend):
     """Keeps the state of the agents' rendezvous, which torch loads as a pickle, signed (`comm/sealing.py`), and
-    restores it where somebody without the secret has overwritten it, by whatever. UnsignedError, from both methods:
-    what is there first is not signed.
+    restores it if a process without the secret has overwritten it, with anything. UnsignedError, from both methods: the
+    first state there is not signed.
 
-    States are numbered, so that an older one that somebody has written again is not believed. While somebody goes on
-    writing, the agents cannot meet; that ends the run."""
+    States are numbered, so that an older one that was written again is not trusted. While someone keeps writing, the
+    agents cannot meet; that ends the run."""
 
-    name = "c10d"  # torch's, whose key this is; but it takes whatever is there for base64, and fails if it is none
+    name = "c10d"  # torch's, which owns this key; but it takes anything there for base64, and fails if it is not
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._key = store, f"torch.rendezvous.{run_id}"
@@ -94,17 +94,17 @@ class SealedBackend(RendezvousBackend):
         self._is_closed = True
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        found = self._open(self._call("get"))
+        found = self._open_state(self._call("get"))
         if found is not None:
             self.on_state(found[0])
         return found
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        sealed = self._seal(state)
-        found = self._open(self._call("compare_set", token or _NOTHING, sealed))
+        sealed = self._seal_state(state)
+        found = self._open_state(self._call("compare_set", token or _NOTHING, sealed))
         return None if found is None else (*found, found[1] == sealed)
 
-    def _open(self, value: bytes) -> tuple[bytes, bytes] | None:
+    def _open_state(self, value: bytes) -> tuple[bytes, bytes] | None:
         """The state that the store holds as this value, and the value that holds it now; None if there is none yet."""
         while value != _NOTHING or self._known is not None:
             try:
@@ -118,7 +118,7 @@ class SealedBackend(RendezvousBackend):
             except UnsignedError as error:
                 if self._known is None:
                     raise
-                value = self._call("compare_set", value, self._seal(self._known))
+                value = self._call("compare_set", value, self._seal_state(self._known))
                 passed_s = self._overwriting.note(error, "the state of the rendezvous, which is restored")
                 if passed_s > _OVERWRITTEN_S:  # the agents cannot meet
                     raise UnsignedError(
@@ -126,9 +126,9 @@ class SealedBackend(RendezvousBackend):
                     ) from None
         return None
 
-    def _seal(self, state: bytes) -> bytes:
+    def _seal_state(self, state: bytes) -> bytes:
         sealed = seal((self._number + 1).to_bytes(8) + state, self._place)
-        if self._is_closed:  # looked at later: what was sealed before is signed
+        if self._is_closed:  # checked later: what was sealed before is signed
             raise RendezvousClosedError
         return sealed
 

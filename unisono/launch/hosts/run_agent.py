@@ -1,4 +1,4 @@
-"""Runs this machine's agent: serves or finds the endpoint, agrees on names and secrets, and says how the run has ended.
+"""Runs this machine's agent: serves or finds the endpoint, agrees on names and secrets, and reports how the run ended.
 
 *Threads:* the main one.
 """
@@ -73,7 +73,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
     """
     log_dir = job.options.output.log_dir
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
-    _quieten()
+    _quieten_agent()
     with contextlib.ExitStack() as stack, variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
         stack.callback(use_secret, "")
         use_secret(options.secret)
@@ -104,7 +104,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         agent = Agent(spec, job, options, log_directory)
         with agent.others.attended(is_host):
             verdict = _run(agent, options, left_out)
-            if verdict.error is not None:  # before the others are told that this agent leaves: they ask the store, too
+            if verdict.error is not None:  # before the others learn that this agent leaves: they ask the store, too
                 save_snapshot(job.held_memory, partial(agent.place_to_save, store))
         # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
         if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
@@ -119,7 +119,7 @@ def _parameters(options: MachineOptions) -> RendezvousParameters:
         # How long a rendezvous of enough agents waits for more; a machine that comes later joins by a restart. Torch:
         # 30.
         "last_call_timeout": "2",
-        # A machine that has gone is given up after interval x attempts. Torch: 5 x 3, a total of 46 s until work
+        # The others give up on a lost machine after interval x attempts. Torch: 5 x 3, a total of 46 s until work
         # continues.
         "keep_alive_interval": "1",
         "keep_alive_max_attempt": "3",
@@ -187,14 +187,14 @@ def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
 
 
 def _agreed_name(store: Any, options: MachineOptions) -> str:
-    """The name of the run's log directory: that of the first agent which asks."""
+    """The name of the run's log directory: that of the first agent to ask."""
     own = name_run(platform.node())
     agreed = store.compare_set(f"unisono/logs/{options.run_id}", "", own).decode()
-    # Nothing is signed where there is no secret: this is no path to anywhere else.
+    # Nothing is signed where there is no secret: this must not be a path to anywhere else.
     return agreed if re.fullmatch(r"[\w.-]+_\d+", agreed) else own
 
 
-def _quieten() -> None:
+def _quieten_agent() -> None:
     """Silence the agent's own logging: we report failures once ourselves, and its first such line would import
     torch._dynamo, which takes two seconds, before anything is restarted. LOGLEVEL enables it again."""
     quieten_store()

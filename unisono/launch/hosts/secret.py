@@ -1,4 +1,4 @@
-"""Where the secret comes from by which the machines of a run sign what they send one another (`comm/sealing.py`)."""
+"""Where the machines of a run get the secret that signs what they send one another (`comm/sealing.py`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LEAST = 16  # characters
 
 def secret_of_run(file: str | None, run_id: str, endpoint: str, max_nodes: int) -> str:
     """The secret of a run, derived from its id and that of `file`, of the variable UNISONO_RDZV_SECRET, or of
-    `~/.unisono-secret`; the latter is made where the agents see the same: on one machine, and in a SLURM job. One
-    machine alone gets a new one; "" as the file gives none. ValueError: there is none, it is too short, or others may
+    `~/.unisono-secret`; the latter is created where the agents see the same file: on one machine, and in a SLURM job.
+    One machine alone gets a new secret; `file=""` means none. ValueError: there is none, it is too short, or others may
     read it."""
     if file == "":
         return ""
@@ -48,7 +48,7 @@ def _file_of_user(endpoint: str, max_nodes: int) -> Path:
     try:
         path = Path.home() / _FILE
         if not path.exists() and (is_loopback(split_endpoint(endpoint)[0]) or "SLURM_JOB_ID" in os.environ):
-            # Linked once it is complete: of agents that start together, all read what the first one has made.
+            # Linked once it is complete: agents that start together all read what the first one has made.
             with NamedTemporaryFile("w", dir=path.parent) as file, suppress(FileExistsError):
                 file.write(token_hex(32))
                 file.flush()

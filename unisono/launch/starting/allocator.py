@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 
-# From <malloc.h>. Tuning them by itself, glibc gives the top of the heap back whenever twice the largest block that was
-# freed lies there. A step frees all its activations, so each began with hundreds of page faults, of which each zeroes a
-# page: measured, an eighth to a quarter of a small CNN's step.
+# From <malloc.h>. If glibc tunes them itself, it gives the top of the heap back whenever twice the largest freed block
+# lies there. A step frees all its activations, so each step began with hundreds of page faults, and each of those
+# zeroes a page: measured, an eighth to a quarter of a small CNN's step.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT = 1 << 30  # bytes at the top of the heap that are not given back
 _LARGEST_IN_HEAP = 32 << 20  # bytes of a block: the greatest that glibc takes, and may choose by itself

@@ -1,4 +1,4 @@
-"""The variables by which this package's processes recognise one another."""
+"""The variables that let this package's processes recognise one another."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ OUTER_DIRECTORY = "UNISONO_RENDEZVOUS"
 """In the environment of a worker of `spawn`, and so of all its child processes: the directory of its group."""
 
 SECRET = "UNISONO_RDZV_SECRET"
-"""The variable with the secret by which the machines of a run sign what they send one another."""
+"""The variable with the secret that signs what the machines of a run send one another."""

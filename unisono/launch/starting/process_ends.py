@@ -138,7 +138,7 @@ def kill_session(pid: int, signum: int) -> None:
 def kill_trees(pids: Iterable[int]) -> None:
     """SIGKILL these processes and their descendants in any session; parents first, or they would notice the death of a
     child."""
-    # A single pass over all processes of the machine, which is what takes the time.
+    # A single pass over all processes of the machine: that is what takes the time.
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -162,7 +162,7 @@ def kill_children() -> None:
 
 
 def kill_marked(processes: Iterable[psutil.Process], name: str, beginning: str) -> None:
-    """SIGKILL those whose environment has that variable with a value of that beginning: what workers have started."""
+    """SIGKILL those whose environment has that variable with a value that begins so: what workers have started."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.environ().get(name, "").startswith(beginning):

@@ -1,7 +1,7 @@
 """The process of `unisono warm`: it has imported modules and run nothing, and forks a stand-in for each command.
 
-It stays until it is told to end, has been idle for a while, or a file that it has imported has changed. Then it takes
-no more commands, and waits for those that run, since it alone learns how they end.
+It stays until it is asked to end, has been idle for a while, or a file that it has imported has changed. Then it takes
+no more commands, and waits for those still running, since it alone learns how they end.
 
 *Threads:* one, as it forks.
 """
@@ -43,14 +43,14 @@ ScriptDirectory = Callable[[list[str], str], str | None]
 
 
 class Command(NamedTuple):
-    """What a fork is to be: the request of the command that it stands in for, and its descriptors."""
+    """What a fork becomes: the request of the command that it stands in for, and its descriptors."""
 
     request: dict[str, Any]
     fds: list[int]
 
 
 class WarmProcess:
-    """Listens on its socket, forks stand-ins and tells their commands how they ended."""
+    """Listens on its socket, forks stand-ins and reports to their commands how they ended."""
 
     def __init__(
         self, began_as: dict[str, Any], idle_s: float, preloaded: set[str], script_directory: ScriptDirectory
@@ -71,7 +71,7 @@ class WarmProcess:
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def serve(self) -> Command:
-        """Serve commands until there is a reason to end, and exit. Returns in a fork only: what that is to be."""
+        """Serve commands until there is a reason to end, and exit. Returns in a fork only: what the fork becomes."""
         idle_since = time.monotonic()
         while self.is_open or self.running:
             left = None if self.running else max(0.0, idle_since + self.idle_s - time.monotonic())
@@ -80,14 +80,14 @@ class WarmProcess:
                 self._close_door()
             for key, _ in ready:
                 if key.fileobj is self.listener:
-                    if (command := self._accept()) is not None:
+                    if (command := self._accept_connection()) is not None:
                         return command
                 else:
-                    self._reap(key.fd)
+                    self._reap_stand_in(key.fd)
                 idle_since = time.monotonic()
         os._exit(0)
 
-    def _accept(self) -> Command | None:
+    def _accept_connection(self) -> Command | None:
         """Answer one connection."""
         sock, _ = self.listener.accept()
         fds: list[int] = []
@@ -113,7 +113,7 @@ class WarmProcess:
         return None
 
     def _find_own(self, request: dict[str, Any]) -> str:
-        """A file beside the script that it would import in place of a module that is imported here; "" if there is
+        """A file next to the script that it would import in place of a module already imported here; "" if there is
         none."""
         place = self._script_directory(request["arguments"], request["directory"])
         with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ class WarmProcess:
         wire.send(sock, {"cold": ""}, (pidfd,))
         return False
 
-    def _reap(self, pidfd: int) -> None:
+    def _reap_stand_in(self, pidfd: int) -> None:
         pid, sock = self.running.pop(pidfd)
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):
@@ -166,7 +166,7 @@ class WarmProcess:
 
 
 def _run(command: Command, run_command: RunCommand) -> NoReturn:
-    """In a fork: take over what is the command's, and run it."""
+    """In a fork: take over what belongs to the command, and run it."""
     code: object = 1
     try:
         _take_over(*command)
@@ -235,7 +235,7 @@ def _imported_files() -> dict[str, tuple[int, int]]:
 
 
 def _stamp_of(path: str) -> tuple[int, int] | None:
-    """By what a change of a file is noticed: its time in nanoseconds, and its bytes; None if there is none."""
+    """What shows a change of a file: its time in nanoseconds, and its bytes; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -246,7 +246,7 @@ def _stamp_of(path: str) -> tuple[int, int] | None:
 def main(control_fd: int, run_command: RunCommand, script_directory: ScriptDirectory) -> NoReturn:
     """Read what is wanted from a socket, import, answer when that is done, and serve. A fork ends as `run_command`
     does, which gets a command line and a descriptor that its own forks close. `script_directory` says where the script
-    of a command line is, that was called in a directory."""
+    of a command line called in a directory is."""
     name_process("unisono-warm")
     control = socket.socket(fileno=control_fd)
     wanted, _ = wire.receive(control)

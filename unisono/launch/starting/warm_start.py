@@ -1,13 +1,13 @@
 """The commands' side of `unisono warm`: hands `unisono run` to a process that has already imported its modules.
 
 That process forks, and its child becomes the command: with this one's arguments, environment, directory, umask, signals
-and standard streams. What was imported is shared; nothing else is, as each command has a fork of its own. The original
+and standard streams. What was imported is shared; nothing else is, as each command has its own fork. The original
 process stays, passes signals on, and ends as its stand-in does; if it is killed, so is the stand-in.
 
 A fork is as good as a fresh start only if the two would have begun alike. So everything that an import may have
-depended on is compared, and the command starts by itself, with a line that says why, where there is a difference.
+depended on is compared; where there is a difference, the command starts by itself, with a line that says why.
 
-Invariant: both sides are of one user. The socket is in a directory that only this user can enter, and each side asks
+Invariant: both sides belong to one user. The socket is in a directory that only this user can enter, and each side asks
 the system who the other is.
 """
 
@@ -35,7 +35,7 @@ _FREE = {  # of a terminal or a session: no import depends on them
 }
 _PASSED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGWINCH", "SIGTSTP", "SIGCONT")
 _MOST = 100  # bytes of the path of a socket, which the system limits
-_ANSWER_S = 10.0  # in which the warm process looks at its files and forks, also on a busy machine
+_ANSWER_S = 10.0  # for the warm process to check its files and fork, even on a busy machine
 
 
 def socket_path() -> Path:
@@ -46,14 +46,14 @@ def socket_path() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """PermissionError: others could put a socket of theirs there."""
+    """PermissionError: others could put their own socket there."""
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(f"{directory} is not a directory of yours that others cannot enter; remove it")
 
 
 def connect() -> socket.socket | None:
-    """A connection to the warm process, or None if there is none. PermissionError: it is somebody else's."""
+    """A connection to the warm process, or None if there is none. PermissionError: it belongs to another user."""
     path = socket_path()
     with contextlib.ExitStack() as unused:
         sock = unused.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -108,7 +108,7 @@ def start(code: str, modules: list[str], idle_s: float) -> int | None:
 
     Args:
         code: what it runs; in it, "{control}" stands for the descriptor of a socket.
-        idle_s: seconds without a command, after which it ends.
+        idle_s: it ends after that many seconds without a command.
     """
     import subprocess
 
@@ -124,7 +124,7 @@ def start(code: str, modules: list[str], idle_s: float) -> int | None:
             start_new_session=True,
         )
     try:
-        # Not on its command line, which everybody can read.
+        # Not on its command line, which everyone can read.
         wire.send(ours, {"circumstances": circumstances(), "modules": modules, "idle_s": idle_s})
         wire.receive(ours)
     except KeyboardInterrupt:
@@ -144,7 +144,7 @@ def hand_over(arguments: list[str]) -> int | None:
         if sock is None:
             return None
         with sock:
-            code, reason = _ask(sock, arguments)
+            code, reason = _ask_for_fork(sock, arguments)
         if not reason:
             return code
     except (OSError, EOFError) as error:
@@ -153,12 +153,12 @@ def hand_over(arguments: list[str]) -> int | None:
     return None
 
 
-def _ask(sock: socket.socket, arguments: list[str]) -> tuple[int, str]:
+def _ask_for_fork(sock: socket.socket, arguments: list[str]) -> tuple[int, str]:
     """The exit code of the stand-in, or why there is none."""
-    if open_here := _inheritable():
+    if open_here := _inheritable_descriptors():
         return 0, f"it would not have the open descriptors {open_here}"
     passed = [signum for name in _PASSED if not _is_ignored(signum := getattr(signal, name))]
-    # Blocked until there is somebody to pass them on to.
+    # Blocked until there is a process to pass them on to.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, passed)
     try:
         life, ours = os.pipe()  # `ours` is closed when this process ends, however it does
@@ -192,15 +192,15 @@ def _request(arguments: list[str], blocked: set[Any]) -> dict[str, Any]:
 
 
 def _pass_on(stand_in: int, signum: int) -> None:
-    is_pause = signum == signal.SIGTSTP  # which stops nobody who has no terminal
+    is_pause = signum == signal.SIGTSTP  # which stops no process without a terminal
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(stand_in, signal.SIGSTOP if is_pause else signum)
     if is_pause:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _inheritable() -> list[int]:
-    """The descriptors that a script would inherit beside its standard streams, as of `<(command)`."""
+def _inheritable_descriptors() -> list[int]:
+    """The descriptors that a script would inherit besides its standard streams, as from `<(command)`."""
     found = []
     for each in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # that of the listing is closed

@@ -1,12 +1,12 @@
-"""The zygote: a small process that has imported torch and run nothing, from which workers are forked in milliseconds.
+"""The zygote: a small process that has imported torch and run nothing, and forks workers in milliseconds.
 
 Forking the user's process would deadlock (OpenMP's pool and other threads do not survive a fork), and starting fresh
 interpreters costs seconds each. At a fork, the zygote has one thread, no CUDA context and no process group, so the fork
 is safe. With the start method "spawn" it imports nothing, and a worker becomes a fresh interpreter after its fork.
 
-It is also the reaper. It makes itself the subreaper of everything that its workers start, and each worker leads a
-session of its own. When a worker ends, the group's connection closes or the calling process dies, the sessions are
-killed, and processes that escaped their session are found among the zygote's children.
+It is also the reaper. It makes itself the subreaper of everything that its workers start, and each worker leads its own
+session. When a worker ends, the group's connection closes or the calling process dies, the sessions are killed, and
+processes that escaped their session are found among the zygote's children.
 
 Invariants:
 
@@ -24,8 +24,8 @@ group of workers (its end of file means: kill this group). On a group's socket:
                        {"op": "error", "rank", "text"}: it could not be forked
 
 *Threads:* one; `serve` is a loop over a selector. It blocks only to wait for processes that it has killed. When the
-zygote is idle for the first time, a second thread imports what the first worker would otherwise have to import, which
-takes over a second. A fork waits for that thread to end.
+zygote is first idle, a second thread imports what the first worker would otherwise have to import, which takes over a
+second. A fork waits for that thread to end.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Zygote:
         elif message["op"] == "signal":
             # These pids have not been waited for, so even that of a dead worker is not another process's.
             for pid in (pid for pid, rank in group.ranks.items() if rank in message["ranks"]):
-                # A request to stop is for the worker alone: its loader workers must go on until it has stopped.
+                # A request to stop is for the worker alone: its loader workers must continue until it has stopped.
                 send = kill_session if message["to_sessions"] else os.kill
                 send(pid, message["signal"])
                 if message["to_sessions"]:
@@ -332,7 +332,7 @@ def _send_if_heard(group: _Group, message: dict[str, object]) -> None:
 
 
 def _remove_unread(control: socket.socket) -> None:
-    """Remove the directories of groups that a caller has requested just before its end."""
+    """Remove the directories of groups that a caller requested just before its end."""
     control.setblocking(False)  # a process that it has forked may hold its end open
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -67,7 +67,7 @@ class ZygoteClient:
         with theirs:
             wire.send(self._control, {"directory": str(directory)}, (theirs.fileno(),))
         _sockets.add(ours)
-        self._end_s = 60.0  # it may have workers to end, which is not left half done however slow it is
+        self._end_s = 60.0  # it may have workers to end, which must not be left half done, however slow it is
         return ours
 
     def preload(self, modules: list[str]) -> None:
@@ -85,7 +85,7 @@ class ZygoteClient:
 
 
 def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
-    """Start the process that workers are forked from, without waiting for it, so that the first `spawn` finds it ready.
+    """Start the process that forks workers, without waiting for it, so that the first `spawn` finds it ready.
 
     It imports torch on another core while the caller continues, for example with its own imports. Further calls do not
     start another process, and may add modules.

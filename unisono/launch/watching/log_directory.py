@@ -1,6 +1,6 @@
 """The directory that a run leaves in `log_dir`, `2026-11-21_174601.250113_4242`: what the workers wrote, and the
 tracebacks that ended them, in `rank-0.stdout`, `rank-0.stderr`, ...; and what each rank did when, in `rank-0.jsonl`,
-... (report/record.py). The link `latest` leads to the run that was begun last. The machines of a run agree on the name:
+... (report/record.py). The link `latest` leads to the run that began last. The machines of a run agree on the name:
 where they share `log_dir`, they share the directory."""
 
 from __future__ import annotations

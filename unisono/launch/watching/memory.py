@@ -2,7 +2,7 @@
 
 The killer sends the same signal as `kill -9` and leaves no message with the process, but the kernel counts its victims:
 in their control group, and on the machine, where those of other containers are included. It counts before it kills, so
-the count already includes a death that has been observed.
+the count includes any observed death.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WAY_OUT = (
 
 class OomWatch:
     """Records the kernel's current counts of out-of-memory kills, to compare them with those after a worker's death;
-    those of the control group of `pid`, by default this process. `root` is that of the file system."""
+    those of the control group of `pid`, by default this process. `root` is the root of the file system."""
 
     def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
         group = next((each for each in cgroup_directories("memory", pid, root) if each.is_dir()), None)

@@ -15,7 +15,7 @@ Invariants:
 
 1. Files get each byte as it was written, before it is shown.
 2. A terminal that is stopped, or a reader who does not read, stops the workers that write to it, as without this
-   package; a broken pipe stops nobody.
+   package; a broken pipe stops no worker.
 3. `close` ends within its time, even if a process still holds a pipe or the terminal is stopped.
 """
 
@@ -42,7 +42,7 @@ from unisono.launch.watching.log_directory import Stream, log_file
 logger = logging.getLogger(__name__)
 
 _CHUNK = 65536  # bytes per read
-_TAIL = 16384  # the number of bytes of each stderr to remember
+_TAIL = 16384  # the number of bytes to remember of each stderr
 _HOLD_S = 0.2
 _END_S = 5.0  # to pass on what has been read
 _LAST_LOOKS = 3  # for news, what is in a pipe, and its end
@@ -85,7 +85,7 @@ class LineMixer:
         """The bytes to write for a piece of a line: the piece, after the newline and prefix that it needs."""
         is_own = source == self._source
         if piece.endswith(b"\r") and piece.isspace() and (self._end or not is_own):
-            return self._erase(prefix, piece) if is_own and len(piece) > 1 else b""
+            return self._erase_bar(prefix, piece) if is_own and len(piece) > 1 else b""
         is_bar_on_bar = self._end == b"\r" and piece.endswith(b"\r")  # bars share a line, as they would on a terminal
         newline = b"" if is_own or self._end == b"\n" or is_bar_on_bar else b"\n"
         prefix = b"" if is_own and not self._end else prefix
@@ -93,7 +93,7 @@ class LineMixer:
         self._end = piece[-1:] if piece.endswith((b"\n", b"\r")) else b""
         return newline + prefix + piece
 
-    def _erase(self, prefix: bytes, piece: bytes) -> bytes:
+    def _erase_bar(self, prefix: bytes, piece: bytes) -> bytes:
         """Erase the bar that the piece is meant to erase, and its prefix; write nothing if there is no bar."""
         is_there, self._end = self._end == b"\r", b"\n"
         return b" " * len(prefix) + piece if is_there else b""
@@ -112,9 +112,9 @@ class _CallersStream:
         self.mixer = LineMixer()
         self.is_marked = False  # whether lines have got prefixes
         self.writers: set[bytes] = set()  # by their prefixes, which a restart leaves as they are
-        # What the first writer has written, while another may follow, with whom both get prefixes; then None.
+        # What the first writer has written, while another may follow and both get prefixes; then None.
         self.first: list[tuple[_Source, bytes]] | None = []
-        self.show_at: float | None = None  # when to show that, though no other has followed
+        self.show_at: float | None = None  # when to show that, even if no other has followed
         try:
             self.fd = os.dup(descriptor)
         except OSError:  # it is closed
@@ -129,14 +129,14 @@ class _CallersStream:
             self.show_at = self.show_at or time.monotonic() + _HOLD_S
         else:
             self.show_first()
-            self._mix(given)
+            self._mix_pieces(given)
 
     def show_first(self) -> None:
         """Show what waits for another writer."""
         first, self.first, self.show_at = self.first, None, None
-        self._mix(first or [])
+        self._mix_pieces(first or [])
 
-    def _mix(self, pieces: list[tuple[_Source, bytes]]) -> None:
+    def _mix_pieces(self, pieces: list[tuple[_Source, bytes]]) -> None:
         is_one = len(self.writers) == 1
         prefixes = [b"" if is_one and not each.is_marked_alone else each.prefix for each, _ in pieces]
         self.is_marked |= any(prefixes)
@@ -144,7 +144,7 @@ class _CallersStream:
         self.write(b"".join(self.mixer.add(source, prefix, piece) for (source, piece), prefix in mixed))
 
     def write(self, data: bytes) -> None:
-        """Write everything, or nothing more once the stream is broken. Waits for who reads it."""
+        """Write everything, or nothing more once the stream is broken. Waits for its reader."""
         while data and self.fd >= 0:
             try:
                 data = data[os.write(self.fd, data) :]
@@ -186,7 +186,7 @@ class _Source:
             self.release_at = time.monotonic() + _HOLD_S
 
     def release(self) -> None:
-        """Show what is held, though its line is unfinished."""
+        """Show what is held, even if its line is unfinished."""
         self.release_at = None
         if (held := self.splitter.release()) and self.shown_on is not None:
             self.shown_on.show(self, [held])
@@ -233,8 +233,8 @@ class WorkerOutput:
         is_captured = (
             self._wanted.prefix in (True, "several") or self._directory is not None or not self._is_shown(rank)
         )
-        stdout = self._capture(rank, "stdout") if is_captured else self._stdout
-        return stdout, self._capture(rank, "stderr")
+        stdout = self._capture_stream(rank, "stdout") if is_captured else self._stdout
+        return stdout, self._capture_stream(rank, "stderr")
 
     def handed_over(self, rank: int) -> None:
         """Close our copies of a worker's descriptors, which it now has: its end is then the end of its streams."""
@@ -258,13 +258,13 @@ class WorkerOutput:
             self.handed_over(rank)
         if self._deadline is None:
             self._deadline = time.monotonic() + timeout_s
-            self._wake()
+            self._wake_thread()
             self._thread.join(timeout_s + _END_S)  # a stopped terminal may hold it for good
 
     def _is_shown(self, rank: int) -> bool:
         return self._wanted.ranks is None or rank in self._wanted.ranks
 
-    def _capture(self, rank: int, name: Stream) -> int:
+    def _capture_stream(self, rank: int, name: Stream) -> int:
         is_marked = name == "stderr" if self._wanted.prefix is None else self._wanted.prefix
         reading, writing = os.pipe()
         self._write_ends[rank].append(writing)
@@ -278,10 +278,10 @@ class WorkerOutput:
         if name == "stderr":
             self._of_stderr[rank] = source
         self._news.put(source)
-        self._wake()
+        self._wake_thread()
         return writing
 
-    def _wake(self) -> None:
+    def _wake_thread(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
         with contextlib.suppress(OSError):  # the thread has failed, and has reported it
@@ -326,7 +326,7 @@ class WorkerOutput:
                         # Appending: a restarted group and the supervisor write to the same file.
                         source.log = os.open(source.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                     except OSError as error:
-                        self._complain(source, error)
+                        self._report_unsaved(source, error)
 
     def _read(self, source: _Source) -> bool:
         """Read once and pass it on; False at the end of the stream."""
@@ -337,7 +337,7 @@ class WorkerOutput:
                 kept = kept[os.write(source.log, kept) :]
             except OSError as error:
                 source.close_log()
-                self._complain(source, error)
+                self._report_unsaved(source, error)
         source.tail = (source.tail + data)[-_TAIL:]
         source.show(data)
         return bool(data)
@@ -347,7 +347,7 @@ class WorkerOutput:
         os.close(source.fd)
         source.close_log()
 
-    def _complain(self, source: _Source, error: OSError) -> None:
+    def _report_unsaved(self, source: _Source, error: OSError) -> None:
         if not self._has_complained:
             self._has_complained = True
             logger.warning(

@@ -111,9 +111,9 @@ class Builder:
         return asked + (["mixed_precision='fp16'"] if self.scaler is not None else [])
 
     def _seed_generators(self, seed: int) -> None:
-        """Seed the process's generators; if ranks are threads, which share those, only the replica's own."""
+        """Seed the process's generators; if ranks are threads, which share them, only the replica's own."""
         world = self.world
-        torch.manual_seed(seed)  # in a replica, also in the only one, its own
+        torch.manual_seed(seed)  # in a replica, even the only one, its own
         if world.world_size == 1 or world.is_of_processes:
             seed_python(seed)
         state = world.backend.seeded_state(seed, world.device)

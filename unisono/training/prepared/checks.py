@@ -1,4 +1,4 @@
-"""Check the arguments of an Accelerator, and choose its world."""
+"""Checks the arguments of an Accelerator, and chooses its world."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         given: the arguments, by name.
 
     Raises:
-        TypeError, ValueError: one is of another type, out of range, or conflicts with another one.
+        TypeError, ValueError: one has another type, is out of range, or conflicts with another.
     """
     check_choice(given["mixed_precision"], "mixed_precision", "no", *AUTOCAST)
     norm = given["max_grad_norm"]

@@ -1,4 +1,4 @@
-"""What attributes of Accelerate's Accelerator, and of Lightning's Fabric, are called here."""
+"""The names here of attributes of Accelerate's Accelerator and Lightning's Fabric."""
 
 from __future__ import annotations
 

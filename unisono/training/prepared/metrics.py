@@ -1,9 +1,9 @@
 """The rows of a tensor that count for a metric, if its rows are the samples of a batch that a loop has received; and
 metrics of torchmetrics, which gather over the ranks.
 
-Values are of the batch whose memory one of them shares, labels or outputs of prepared models (`deliveries.py`). Those
-computed from them (an argmax) are of the batch that was delivered last, if they have its rows and those before it were
-gathered. Where no batch has repeated a sample, all rows count, whatever they are. It is an error otherwise.
+Values belong to the batch whose memory one of them shares: labels, or outputs of prepared models (`deliveries.py`).
+Those computed from them (an argmax) belong to the batch delivered last, if they have as many rows and earlier batches
+were gathered. Where no batch has repeated a sample, all rows count, whatever they are. Otherwise it is an error.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _num_valid(values: Any, world: World) -> int:
 
 
 def _are_of_last(count: int, loops: Sequence[Loop]) -> bool:
-    """Whether computed values of so many rows can only be of the batch that was delivered last: not of one before it,
-    nor of another loop that repeats samples, all of it or, if it is for the same end, its last batch."""
+    """Whether computed values of that many rows can only belong to the batch delivered last: not to one before it, nor
+    to another loop that repeats samples, whether all of that loop or, if it has the same end, its last batch."""
     if not loops or loops[0].last.rows != count:
         return False
     if loops[0].last.draw is not None and loops[0].is_open:  # of virtual ranks, one batch at a time
@@ -144,11 +144,11 @@ def synchronize_metric(metric: Any, world: World) -> None:
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)
             each.distributed_available_fn = lambda: world.world_size > 1
-            each.update = wraps(each.update)(partial(_update, each, each.update, world))
+            each.update = wraps(each.update)(partial(_update_samples, each, each.update, world))
 
 
-def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, **kwargs: Any) -> Any:
-    """Update a metric with this rank's rows; ValueError if they are those of all ranks. No rows, and those of a batch
+def _update_samples(metric: Any, update: Callable[..., Any], world: World, *args: Any, **kwargs: Any) -> Any:
+    """Update a metric with this rank's rows; ValueError if they are those of all ranks. No rows, or those of a batch
     that counts nowhere, change nothing."""
     loop = next(iter(world.state.deliveries.open_loops()), None)
     draw = None if loop is None or loop.last is None else loop.last.draw

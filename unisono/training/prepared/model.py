@@ -33,8 +33,8 @@ _MET_PARTS = (
 
 
 class PreparedModel(nn.Module):
-    """Behaves like the engine's `module`, with its attributes, parameter names and state. Only calling it differs:
-    under autocast, whose outputs are returned as float32."""
+    """Behaves like the engine's `module`, with its attributes, parameter names and state. Only calling it differs: it
+    runs under autocast, and its outputs are returned as float32."""
 
     def __init__(
         self, engine: Engine, passes: Passes, autocast: Callable[[], AbstractContextManager[Any]] | None
@@ -77,7 +77,7 @@ class PreparedModel(nn.Module):
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        """Runs the module. No method: around one that it leaves out torch.compile puts a frame, whose graph breaks."""
+        """Runs the module. Not a method: torch.compile frames one that it leaves out, and the graph breaks there."""
         return partial(self._run, None)
 
     def _run(self, method: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class PreparedModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the backward passes of forward passes that run within the block from reducing."""
+        """Keep the backward passes of forward passes within the block from reducing."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -216,7 +216,7 @@ class PreparedModel(nn.Module):
 
 @contextmanager
 def _explaining_parts(way_out: str) -> Iterator[None]:
-    """Say what to do, where torch raises its error for tensors that met parts of sharded parameters."""
+    """Where torch raises its error for tensors that met parts of sharded parameters, say what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -226,7 +226,7 @@ def _explaining_parts(way_out: str) -> Iterator[None]:
 
 
 def _way_to_more_samples(batch: Batch | None, steps: Steps) -> str:
-    """What helps where a BatchNorm has got one sample: of a last, smaller batch, or of each batch."""
+    """What helps where a BatchNorm got a single sample: from a last, smaller batch, or from each batch."""
     kind = "virtual " if steps.virtual is not None else ""
     first = next(iter(batch.loop.kinds.values())) if batch is not None else None
     needed = 2 * -(-steps.parts // first.dealt) if first is not None else 0

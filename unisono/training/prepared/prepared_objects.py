@@ -39,7 +39,7 @@ T = TypeVar("T")
 class PreparedObjects:
     """The objects that one Accelerator has prepared, referenced weakly.
 
-    A model is known as long as its module lives, which the optimizer of its parameters keeps: a script may go on with
+    A model is known as long as its module lives, which the optimizer of its parameters keeps: a script may use
     `unwrap_model(model)`, or drop what `prepare` has returned. `has_models`: whether one was prepared, alive or not.
     """
 
@@ -49,7 +49,7 @@ class PreparedObjects:
         self._models, self.has_models = WeakList[PreparedModel](), False
         self.loaders, self.schedulers, self.means = WeakList[Any](), WeakList[PreparedScheduler](), WeakList[Mean]()
         self._builder = builder
-        self._bare: list[PreparedModel] = []  # of bare parameters, of which the user holds nothing but the tensor
+        self._bare: list[PreparedModel] = []  # of bare parameters: the user holds only the tensor
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
@@ -59,7 +59,7 @@ class PreparedObjects:
             TypeError: an object cannot be prepared.
             ValueError: one was prepared before, or an optimizer and the models do not belong together.
         """
-        given = [(where, each) for place, each in enumerate(objects) for where, each in _flat(str(place), each)]
+        given = [(where, each) for place, each in enumerate(objects) for where, each in _flat_pairs(str(place), each)]
         bare = {id(each): BareParameter(each) for _, each in given if isinstance(each, torch.Tensor)}
         flat = [(where, bare.get(id(each), each)) for where, each in given]
         modules = [each for _, each in flat if isinstance(each, nn.Module) and not is_metric(each)]
@@ -85,18 +85,18 @@ class PreparedObjects:
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
-                _remember(loader, each)
+                _remember_made(loader, each)
                 self.loaders.add(loader)
         return [_rebuild(each, made) for each in objects]
 
     def collect(self) -> None:
-        """Let what the script has dropped be gone: an optimizer is in a cycle, which ranks collect at other times."""
+        """Collect what the script has dropped: an optimizer is in a cycle, which ranks collect at different times."""
         if len(self.steppers()) > 1 or len(self._models()) < len(self.modules()):
             with _collecting:
                 gc.collect()
 
     def models(self) -> list[nn.Module]:
-        """Of each model what `prepare` has returned, or its module, where only that is left."""
+        """For each model, what `prepare` has returned, or its module, where only that is left."""
         made = {id(model.module): model for model in self._models()}
         return [made.get(id(module), module) for module in self.modules()]
 
@@ -245,8 +245,8 @@ class PreparedObjects:
         self._models.add(model)
         self.has_models = True
         for stepper in self.steppers():
-            self._join(model.engine, stepper)
-        _remember(model, module, model.module)
+            self._join_optimizer(model.engine, stepper)
+        _remember_made(model, module, model.module)
         return model
 
     def _add_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -255,15 +255,15 @@ class PreparedObjects:
         self.steppers.add(stepper)
         stepper.find_engines = weak_method(self._join_all)
         self._join_all(stepper)
-        _remember(made, optimizer)
+        _remember_made(made, optimizer)
         return made
 
     def _join_all(self, stepper: Stepper) -> None:
         for engine in self.engines():
             if not stepper.trains(engine) and not engine.hooks.is_removed:
-                self._join(engine, stepper)
+                self._join_optimizer(engine, stepper)
 
-    def _join(self, engine: Engine, stepper: Stepper) -> None:
+    def _join_optimizer(self, engine: Engine, stepper: Stepper) -> None:
         """Connect a model with the optimizer of some of its parameters."""
         own = {id(each) for each in parameters_of(stepper.optimizer)}
         if any(id(each) in own for each in engine.module.parameters()):
@@ -273,7 +273,7 @@ class PreparedObjects:
         return next((each for each in self.steppers() if each.optimizer is optimizer), None)
 
     def _add_scheduler(self, scheduler: Any, made: dict[int, Any]) -> PreparedScheduler:
-        _follow(scheduler, made)
+        _redirect_scheduler(scheduler, made)
         optimizer = scheduler.optimizer
         # Without this mark torch warns, when a scheduler steps, that the optimizer's steps are not counted.
         if not hasattr(optimizer.step, STEP_WRAPPED):
@@ -281,7 +281,7 @@ class PreparedObjects:
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
         follower = PreparedScheduler(scheduler, stepper, self._schedule_unit)
-        _remember(follower, scheduler)
+        _remember_made(follower, scheduler)
         self.schedulers.add(follower)
         return follower
 
@@ -310,7 +310,7 @@ class Places:
                     )
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-        """Replace the parameters in groups and state of a checked optimizer by those that are now at their places."""
+        """Replace the parameters in a checked optimizer's groups and state by those now at their places."""
         now = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
         moved: dict[torch.Tensor, nn.Parameter] = {}
         for group in optimizer.param_groups:
@@ -334,20 +334,20 @@ def _beside(state: Mapping[str, Any], parameter: Any) -> Any:
     return tree_map(move, state)
 
 
-def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
+def _redirect_scheduler(scheduler: Any, made: Mapping[int, Any]) -> None:
     """Make the scheduler, and its parts, use the new optimizer in place of the old one."""
     scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
     for part in getattr(scheduler, SCHEDULERS, ()):
-        _follow(part, made)
+        _redirect_scheduler(part, made)
 
 
-_collecting = threading.Lock()  # beside another thread's collection, a collection does nothing
+_collecting = threading.Lock()  # during another thread's collection, a collection does nothing
 
 # Of what any Accelerator has prepared: the results. An object may be prepared again when its result is gone.
 _made: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 
-def _remember(made: Any, *objects: Any) -> None:
+def _remember_made(made: Any, *objects: Any) -> None:
     for each in (made, *objects):
         with suppress(TypeError):  # it supports no weak references, or has no hash
             _made[each] = ref(made)
@@ -376,7 +376,7 @@ def _check_devices(where: str, module: nn.Module) -> None:
 
 
 def _check_bare(where: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that is no parameter, or not whole."""
+    """Refuse a tensor that is not a parameter, or not a whole one."""
     if not (tensor.is_leaf and tensor.requires_grad) or is_distributed(tensor):
         raise TypeError(
             f"the object at position {where} is of type {type(tensor).__name__}, which cannot be prepared unless it is "
@@ -385,10 +385,10 @@ def _check_bare(where: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _flat(where: str, each: Any) -> list[tuple[str, Any]]:
+def _flat_pairs(where: str, each: Any) -> list[tuple[str, Any]]:
     """The object with its position as text; for a list or tuple, the same for each element."""
     if isinstance(each, list | tuple):
-        return [pair for place, part in enumerate(each) for pair in _flat(f"{where}[{place}]", part)]
+        return [pair for place, part in enumerate(each) for pair in _flat_pairs(f"{where}[{place}]", part)]
     return [(where, each)]
 
 

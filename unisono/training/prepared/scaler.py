@@ -34,7 +34,7 @@ class LossScaler(GradScaler):
         self.unscaled.add(optimizer)
 
     def share_overflow(self, optimizer: Optimizer, world: World) -> None:
-        """Have all ranks skip a step whose gradients, each rank's own, have overflowed on one. A collective."""
+        """Have all ranks skip a step whose gradients, each rank's own, have overflowed on one rank. A collective."""
         gradients = [values_of(each.grad) for each in parameters_of(optimizer) if each.grad is not None]
         sign = nn.utils.get_total_norm(gradients, torch.inf) * 0  # 0, or NaN
         gradients[0].add_(world.comm.all_reduce(sign))

@@ -7,8 +7,8 @@ use R of them in a round, and k microbatches make a step, so a step consumes up 
     "device_step"  k of these, which one device would have used for one step; Accelerate's convention
     "step"         1: the schedule was built from the number of steps that this run takes
 
-Its length does not tell which: 8 may be an epoch of 8 batches, or two of 4 steps. So where the units differ, the user
-says it, unless the schedule is constant.
+Its length does not show which: 8 may be an epoch of 8 batches, or two of 4 steps. So where the units differ, the user
+names one, unless the schedule is constant.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Unit = Literal["batch", "device_step", "step"]
 Scheduler = LRScheduler | ReduceLROnPlateau
 _FACTORS = {ConstantLR: "factor", **dict.fromkeys((ExponentialLR, MultiStepLR, StepLR), "gamma")}
-"""What multiplies the learning rates of a schedule: one of 1 is constant."""
+"""What multiplies the learning rates of a schedule: a factor of 1 is constant."""
 
 _ROUNDING = 1e-6  # the relative difference allowed between the ranks' metrics
 
@@ -103,7 +103,7 @@ class PreparedScheduler:
         self._epoch = self._last_epoch()
 
     def _common_metric(self, metrics: Any, epoch: Any = None) -> float:
-        """Rank zero's metric, from which those of other ranks may differ only by rounding. A small collective."""
+        """Rank zero's metric; those of other ranks may differ from it only by rounding. A small collective."""
         own, world = float(metrics), self._stepper.world
         if world.world_size == 1:
             return own
@@ -118,7 +118,7 @@ class PreparedScheduler:
         return seen[0]
 
     def check_hand(self) -> None:
-        """Refuse to go on if the wrapped scheduler was stepped directly."""
+        """Refuse to continue if the wrapped scheduler was stepped directly."""
         if self._last_epoch() != self._epoch:
             raise RuntimeError(
                 f"the {type(self.scheduler).__name__} was stepped by hand, from {self._epoch} to {self._last_epoch()}; "
@@ -145,7 +145,7 @@ class PreparedScheduler:
 
 class UnpreparedSchedule:
     """Warns of a scheduler that was left out of `prepare` and changes the rates within a loop, not only after it: it
-    has left torch's mark on the optimizer, and no check."""
+    has left torch's mark on the optimizer, but no check."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper, self._loop, self._rates = stepper, stepper.loop_of_last_step(), list[float]()
@@ -206,10 +206,10 @@ def _reads_its_step(rate: Any) -> bool:
 
 
 def unit_of(scheduler: Any, lengths: tuple[int, int] | None, microbatches: int, ranks: int) -> Unit:
-    """The unit that the schedule counts, if all of them are equal, as on one rank without accumulation.
+    """The unit that the schedule counts, if all units are equal, as on one rank without accumulation.
 
     Args:
-        lengths: of the loader that the loop runs over: as the user wrote it, and prepared; None if it has none.
+        lengths: of the loader that the loop runs over: as the user wrote it, and prepared; None if it has no length.
         microbatches: the number of microbatches in a step.
 
     Raises:

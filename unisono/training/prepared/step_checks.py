@@ -24,18 +24,18 @@ from unisono.world import given_world
 
 # The engines of all prepared models of this process, each with the settings that only prepared optimizers apply.
 _engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()
-_warned: WeakSet[Optimizer] = WeakSet()  # those that a warning was about
+_warned: WeakSet[Optimizer] = WeakSet()  # those already warned about
 _COMPARED_AT = (1, 10, 100)  # a first step may be on zeros, which are equal
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
-    """Keep every optimizer from stepping on gradients of this model that are those of one rank alone, and others than
-    prepared ones from stepping past these features, which only steps of prepared optimizers apply."""
+    """Keep every optimizer from stepping on gradients of this model that belong to one rank alone, and unprepared ones
+    from stepping past these features, which only steps of prepared optimizers apply."""
     _engines[engine] = tuple(done_in_steps)
 
 
 def engines_of(module: Any) -> list[Engine]:
-    """The engine that runs this module, if it is that of a prepared model."""
+    """The engine that runs this module, if it belongs to a prepared model."""
     return [each for each in alive(_engines) if each.module is module and not each.hooks.is_removed]
 
 
@@ -66,7 +66,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
                 "which has put others in their place, so that the model would not change; prepare(optimizer), together "
                 "with the model, or make it from the parameters of the model that prepare() returned"
             )
-        # Among the engines are those of other ranks' threads, whose parameters are others.
+        # Among the engines are those of other ranks' threads, which have other parameters.
         if not any(id(each) in places for each in engine.module.parameters()):
             continue
         # A prepared optimizer's step may have called this one, as in SAM, and in ZeRO-1 for the rank's part.
@@ -92,7 +92,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
                 "reduces them"
             )
         if is_plain:
-            # An optimizer that is not prepared has no stepper, which would note it.
+            # An optimizer that is not prepared has no stepper to note it.
             engine.add_trainer(optimizer).is_unprepared = True
             engine.step_unprepared(optimizer)
             if optimizer not in _warned and (world := given_world()) is not None:
@@ -105,8 +105,8 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check_foreign(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
-    """Refuse to step parameters that were left out of `prepare`, if the ranks would train them apart: if something
-    else has reduced their gradients, or ranks compute the same, they are equal. Compared in a few steps only."""
+    """Refuse to step parameters that were left out of `prepare`, if the ranks would train them apart: they are equal if
+    something else has reduced their gradients, or ranks compute the same. Compared in a few steps only."""
     world = given_world()  # a step of a plain script must neither need nor start one
     if world is None or world.comm.size == 1:
         return
@@ -122,7 +122,7 @@ def _check_foreign(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
     engines = [each for each in alive(_engines) if not each.hooks.is_removed]
     prepared = {id(each) for engine in engines for each in engine.module.parameters()}
     left_out = [each for each in own if each.requires_grad and id(each) not in prepared and not is_distributed(each)]
-    # An optimizer within another one may have other parameters on each rank, as torch's ZeroRedundancyOptimizer has.
+    # An optimizer within another may have different parameters on each rank, as in torch's ZeroRedundancyOptimizer.
     mine = [each for each in left_out if hand.compared.setdefault(each, id(optimizer)) == id(optimizer)]
     if mine:
         check_same_step(type(optimizer).__name__, mine, world)

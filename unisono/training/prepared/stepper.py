@@ -1,7 +1,7 @@
 """`step` and `zero_grad` of a prepared optimizer. A step reduces the gradients that backward passes have not reduced,
 then unscales, checks and clips them, and calls the optimizer's own step.
 
-The optimizer stays the same object, so that objects that hold it, such as a scheduler, use the new methods.
+The optimizer stays the same object, so that its holders, such as a scheduler, use the new methods.
 
 Invariants:
 1. While microbatches accumulate, `step` and `zero_grad` do nothing.
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 
 steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
-"""Those of this process, of all ranks that are its threads."""
+"""Those of this process, for all ranks that are its threads."""
 
 stepping: set[int] = set()
 """The ids of the optimizers whose steps run, by their steppers."""
@@ -71,10 +71,10 @@ class Taken(NamedTuple):
     device_steps: int = 0
 
     def since(self, before: Taken, unit: str) -> int:
-        """The number of units by which one call advances: the rounded mean per optimizer step since `before`, or 1.
+        """How many units one call advances: the rounded mean per optimizer step since `before`, or 1.
 
         A script that calls its scheduler every n optimizer steps does so on one device, too. There the same batches
-        make more steps, and so more calls, all of which one call here replaces.
+        make more steps, and so more calls; one call here replaces them all.
         """
         counted = {
             "batch": self.batches - before.batches,
@@ -88,7 +88,7 @@ _taken = partial(tuple.__new__, Taken)  # without a Python call, in each step
 
 
 class Stepper:
-    """The steps of one prepared optimizer, whose `step` and `zero_grad` are replaced by those of this object.
+    """The steps of one prepared optimizer: its `step` and `zero_grad` are replaced by those of this object.
 
     Attributes:
         num_asked: the number of calls of `step`.
@@ -175,7 +175,7 @@ class Stepper:
         if closure is not None:
             check_closure(self._steps, self._scaler is not None)
         if not self._steps.request(self.optimizer):
-            self._skip()
+            self._skip_step()
             return None
         track, before = self.world.timeline.loop(), self.taken.steps
         self.was_skipped = False
@@ -184,7 +184,7 @@ class Stepper:
             for check in self.checks[:]:  # one may be for the first steps only
                 check()
             if closure is not None:
-                closure = self._reducing(closure)
+                closure = self._reducing_closure(closure)
             elif self._steps.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
                 for engine in self._engines:
                     engine.skip_step(self.optimizer)
@@ -233,7 +233,7 @@ class Stepper:
             if engine.is_due(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce(engine, self.optimizer)
-            # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
+            # With accumulation, assigned gradients belong to no counted microbatch; `_skip_step` refuses them.
             elif not is_mean and engine.has_assigned(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce_assigned(engine)
@@ -277,7 +277,7 @@ class Stepper:
                 self._scaler.let_go(self.optimizer)
 
     def note_step_within(self) -> None:
-        """Record a step of another optimizer on its parameters, as of SAM's base optimizer: schedulers count it."""
+        """Record a step of another optimizer on its parameters, such as SAM's base optimizer: schedulers count it."""
         self.num_asked += 1
         self._count_step()
 
@@ -311,8 +311,8 @@ class Stepper:
         device_steps += math.ceil(dealt / self._steps.step.per_device_step())
         self.taken = _taken((steps + 1, batches + dealt, device_steps))
 
-    def _skip(self) -> None:
-        """A request that is not taken: check that it could be, some time."""
+    def _skip_step(self) -> None:
+        """Handle a request that is not taken: check that some request could be."""
         parameters = trained_parameters(self.optimizer)
         if not self._steps.step.visits or self._steps.step.state == TAKEN:
             check_presence(parameters)
@@ -340,7 +340,7 @@ class Stepper:
             elif self._max_grad_norm is not None or not self.taken.steps:
                 self._finish()
             if self._passes.went_past and self.world.rank == 0:  # no loss was seen
-                self._look()
+                self._look_at_gradients()
             if self._scaler is not None:
                 return self._scaler.step(self.optimizer, **arguments)
             self._count_step()
@@ -348,8 +348,8 @@ class Stepper:
         finally:
             stepping.discard(id(self.optimizer))
 
-    def _look(self) -> None:
-        """Look whether the gradients are finite."""
+    def _look_at_gradients(self) -> None:
+        """Check whether the gradients are finite."""
         finiteness, trained = self.world.state.part(Finiteness), trained_parameters(self.optimizer)
         if not finiteness.is_known and (gradient := small_gradient(trained)) is not None:
             finiteness.look(gradient, GRADIENT, self._steps, lambda: trained)
@@ -361,7 +361,7 @@ class Stepper:
         if self._max_grad_norm is not None:
             clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
 
-    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _reducing_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduce() -> float:
             self.reduce()
             self._finish()
