@@ -27,9 +27,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from unisono.comm.outcome import Outcome
+from unisono.comm.preemption import serving
 from unisono.comm.thread_start import start_threads
 from unisono.errors import BusyError
-from unisono.preemption import serving
 
 _EXIT_S = 5.0  # for all threads; a call that was interrupted twice may still run its loop
 _LOOK_S = 0.2  # a signal that another thread took, or that came just before the wait, does not end the wait

@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-from unisono.arguments import check_type
+import unisono
+from unisono import DeviceIterator, ParallelLoader, ReplicaContext
+from unisono.building_blocks import check_type
 from unisono.compat.torch_xla.distributed.parallel_loader import PASSES, PerDeviceLoader, tail_of
-from unisono.loading.device_iterator import DeviceIterator
-from unisono.loading.parallel_loader import ParallelLoader
-from unisono.threads import data_parallel as native
-from unisono.threads.data_parallel import ReplicaContext
 
 T = TypeVar("T")
 
 Context = ReplicaContext
 
 
-class DataParallel(native.DataParallel):
+class DataParallel(unisono.DataParallel):
     """Runs a loop on every device with a replica of the network. Arguments, attributes: as for `unisono.DataParallel`.
 
     With `device_ids=[]`, the native run, the loop gets plain batches as in every other case. Any set of devices is
