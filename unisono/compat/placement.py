@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -156,14 +155,14 @@ def compiled(fn: Callable[P, T]) -> Callable[P, T]:
     inside (`item()`) ends the program at that point and begins another one.
     """
 
-    @wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        lazy_barrier()
-        result = fn(*args, **kwargs)
-        lazy_barrier()
-        return result
+    return _program()(fn)
 
-    return call
+
+@contextmanager
+def _program() -> Iterator[None]:
+    lazy_barrier()
+    yield
+    lazy_barrier()
 
 
 # No implicit moves and no implicit conversions.

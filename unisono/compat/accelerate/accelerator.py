@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from unisono import Accelerator as Native
-from unisono import Tracker, Virtual, all_gather_object
+from unisono import DeviceLoader, Tracker, Virtual, all_gather_object
 from unisono.building_blocks import PreparedModel, explain_unknown_names, leaves, prepared
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, asked_device, joined_world
@@ -171,6 +172,7 @@ class Accelerator(Native):
         self.device_placement, self.rng_types, self.log_with = device_placement, rng_types, trackers
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._has_warned = False
+        self._loaders: WeakSet[DeviceLoader] = WeakSet()
         self._handlers = handlers
         self.dataloader_config, self.project_configuration = config, project
         world.state.part(LastAccelerator).set(self, fsdp_plugin)
@@ -220,19 +222,21 @@ class Accelerator(Native):
     def _made_loader(self, each: Any) -> Any:
         if not isinstance(each, DataLoader):
             return each
-        seed = self.dataloader_config.data_seed
-        return prepare_data_loader(
+        made = prepare_data_loader(
             each,
             split_batches=self.split_batches,
             put_on_device=self.device_placement,
-            data_seed=seed,
+            data_seed=self.dataloader_config.data_seed,
             world=self.world,
             virtual_ranks=self._virtual_ranks,
         )
+        self._loaders.add(made)
+        return made
 
     def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
         """Like the native one; returns one None per object, to assign in their place."""
         super().free_memory()
+        self._loaders.clear()
         return other.release_memory(*objects)
 
     clear = free_memory
@@ -345,7 +349,7 @@ class Accelerator(Native):
         """
         super().load_state(input_dir)
         if not self.use_stateful_dataloader:
-            for loader in self._prepared.loaders():
+            for loader in self._loaders:
                 loader.set_epoch(loader.epoch)
 
     save_iteration = _view_of("project_configuration.iteration")  # their numbers follow those in the directory

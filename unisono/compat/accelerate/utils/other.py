@@ -88,8 +88,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Whether torch's version, without what follows its numbers, compares like that."""
-    numbers = re.match(r"[\d.]*\d", torch.__version__)
-    assert numbers is not None
+    numbers = re.findall(r"[\d.]*\d", torch.__version__)
     return compare_versions(TorchVersion(numbers[0]), operation, version)
 
 
@@ -166,8 +165,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Rank zero's tensor, on each rank's device; the other ranks pass None."""
     world = joined_world()
-    value: torch.Tensor = world.comm.broadcast_object(tensor.cpu() if tensor is not None else None)
-    return value.to(world.device)
+    return world.comm.broadcast_object(None if tensor is None else tensor.cpu()).to(world.device)  # type: ignore[no-any-return]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:

@@ -34,8 +34,7 @@ class DataParallel(unisono.DataParallel):
         def loop(model: Any, batches: DeviceIterator, *place: Any) -> T:
             return loop_fn(model, PerDeviceLoader(batches), *place)
 
-        return super().__call__(loop, loader, fixed_batch_size, batchdim)
-
-    def _make_loader(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
+        if isinstance(loader, ParallelLoader):
+            return super().__call__(loop, loader, fixed_batch_size, batchdim)
         options: Any = {"batch_dim": batchdim, "fixed_batch_size": fixed_batch_size, "sources": PASSES}
-        return ParallelLoader(loader, self.devices, tail=tail_of(self.devices), **options)
+        return super().__call__(loop, ParallelLoader(loader, self.devices, tail=tail_of(self.devices), **options))
