@@ -168,10 +168,9 @@ class Accelerator(Native):
             logging_dir=project.logging_dir,
             total_limit=project.total_limit,
         )
-        self._virtual_ranks = virtual_ranks
         self.device_placement, self.rng_types, self.log_with = device_placement, rng_types, trackers
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._has_warned = False
+        self._virtual_ranks, self._has_warned = virtual_ranks, False
         self._loaders: WeakSet[DeviceLoader] = WeakSet()
         self._handlers = handlers
         self.dataloader_config, self.project_configuration = config, project
