@@ -23,11 +23,11 @@ ROOT = Path(unisono.__file__).parent
 
 # A part is a module or a folder directly under the package. Imports go down only.
 FLOORS = (
-    "errors protocols preemption tree strategies arguments torch_private",
+    "errors protocols tree strategies arguments torch_private",
     "devices comm",
     "world report batches",
     "loading training launch tracking",
-    "accelerator checkpoint engines functional threads",
+    "accelerator building_blocks checkpoint engines functional threads",
     "cli compat simulation",
     "__main__",
 )
@@ -44,6 +44,9 @@ MIRRORS = (
 )  # have the modules, and read the variables, of others
 GROUP_DOORS = ("unisono.training.strategies.", "unisono.devices.accelerator")
 XLA_DOORS = ("unisono.devices.xla", "unisono.devices.xla_runtime", "unisono.comm.xla")
+BLOCKS = "unisono.building_blocks"
+OPEN = ("unisono", BLOCKS, "unisono.protocols", *(f"unisono.{name}" for name in unisono._MODULES))
+"""What a package that builds on this one may import, and `compat` therefore, too."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ def _docstrings(tree: ast.Module) -> set[int]:
 def upward_imports(module: Module) -> list[str]:
     found = []
     floor = FLOOR[module.part]
+    if module.part == "compat":  # stands on the names at the top, as other packages do: `private_imports`
+        return []
     for each, target in own_imports(module):
         part = target.split(".")[1] if "." in target else ""
         if FLOOR[part] > floor:
@@ -139,10 +144,29 @@ def upward_imports(module: Module) -> list[str]:
     return found
 
 
+def private_imports(module: Module) -> list[str]:
+    """What `compat` takes from inside the package, and any other package could not."""
+    if module.part != "compat":
+        return []
+    found = [
+        module.at(each.node, f"imports {target}, which is not public")
+        for each, target in own_imports(module)
+        if target not in OPEN and not f"{target}.".startswith("unisono.compat.")
+    ]
+    attributes = [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
+    return found + [
+        module.at(node, f"uses {ast.unparse(node)}, which is not public")
+        for node in attributes
+        if ast.unparse(node.value) == "unisono" and node.attr not in {*unisono.__all__, *unisono._MODULES}
+    ]
+
+
 def borrowed_names(module: Module) -> list[str]:
     """Names taken from a package that does not define them itself."""
     found = []
     for each, target in own_imports(module):
+        if module.part == "compat" and target in OPEN:  # which pass names on
+            continue
         if each.name == "*" and module.name.startswith(MIRRORS):  # a mirror's module that has the names of several
             continue
         if each.name is not None and target == each.target and each.name not in _defined_in(MODULES[target]):
@@ -280,6 +304,7 @@ def undocumented_modules(module: Module) -> list[str]:
 
 RULES: dict[str, Callable[[Module], list[str]]] = {
     "imports go down only": upward_imports,
+    "compat imports public names, and the building blocks": private_imports,
     "names come from the module that defines them": borrowed_names,
     "only devices names device types": named_devices,
     "only comm and launch name execution modes": named_modes,
@@ -321,7 +346,19 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.tree", "if TYPE_CHECKING:\n    from unisono.world import World"),
         ("unisono.world", "from unisono import spawn"),
     ],
-    "names come from the module that defines them": [("unisono.world", "from unisono.devices import torch")],
+    "compat imports public names, and the building blocks": [
+        ("unisono.compat.precision", "from unisono.tree import tree_map"),
+        ("unisono.compat.accelerate.state", "def f():\n    from unisono.world import World"),
+        ("unisono.compat.torch_xla.runtime", "import unisono.devices.xla"),
+        ("unisono.compat.torch_xla.runtime", "import unisono\nunisono.world.solo_world()"),
+        ("unisono.compat.torch_xla.runtime", "from unisono import world"),
+        ("unisono.compat.placement", "import_module('unisono.torch_private')"),
+    ],
+    "names come from the module that defines them": [
+        ("unisono.world", "from unisono.devices import torch"),
+        ("unisono.world", "from unisono.building_blocks import tree_map"),
+        ("unisono.compat.precision", "from unisono.compat.placement import tensors"),
+    ],
     "only devices names device types": [
         ("unisono.world", "device = torch.device('cuda')"),
         ("unisono.world", "f'cuda:{index}'"),

@@ -28,8 +28,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
-from unisono import ParallelLoader, preemption
+from unisono import ParallelLoader
 from unisono.cli.main import COMMANDS
+from unisono.comm import preemption
 from unisono.devices import OWN
 from unisono.loading.sharding import Tail
 from unisono.tracking.libraries import LIBRARIES

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import unisono
+from unisono import building_blocks
 
 
-def type_checkers_imports() -> dict[str, str]:
+def type_checkers_imports(module: ModuleType = unisono) -> dict[str, str]:
     """Each name that a type checker sees, and the module that it comes from; "unisono" for the modules themselves."""
-    tree = ast.parse(Path(unisono.__file__).read_text())
+    tree = ast.parse(Path(module.__file__).read_text())
     blocks = [node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for body in blocks for node in body]
     assert imports
@@ -111,3 +114,38 @@ print(hasattr(unisono, "Acelerator"))
     assert "'nothing_like_it'" in unknown
     assert "did you mean" not in unknown
     assert has == "False"
+
+
+# The building blocks.
+
+BLOCKS = type_checkers_imports(building_blocks)
+
+
+def test_a_type_checker_sees_the_same_building_blocks():
+    assert sorted(BLOCKS) == building_blocks.__all__
+
+
+@pytest.mark.parametrize("name", building_blocks.__all__)
+def test_a_building_block_is_the_object_of_its_home(name):
+    assert getattr(building_blocks, name) is getattr(import_module(BLOCKS[name]), name)
+
+
+def test_each_building_block_has_a_line_that_says_what_it_does():
+    lines = re.findall(r"^ {4}(\S.*?)  +\S", building_blocks.__doc__, re.MULTILINE)
+    assert sorted(name for line in lines for name in line.split(", ")) == building_blocks.__all__
+
+
+def test_a_building_block_is_imported_when_it_is_first_used():
+    script = """
+import sys
+from unisono import building_blocks
+assert "torch" not in sys.modules and "check_choice" in dir(building_blocks)
+building_blocks.check_choice
+assert "torch" not in sys.modules and "check_choice" in vars(building_blocks)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_an_unknown_building_block_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'unisono\.building_blocks' has no attribute 'tree_mop'"):
+        building_blocks.tree_mop  # noqa: B018

@@ -3,7 +3,7 @@
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
 costs nothing. Four modules have their own public names: `unisono.checkpoint` (saving and loading, `serialize`),
 `unisono.errors`, `unisono.functional` (collectives with gradients) and `unisono.strategies` (options of the
-Accelerator's).
+Accelerator's). For packages that build on this one there are `unisono.building_blocks` and `unisono.protocols`.
 """
 
 from __future__ import annotations

@@ -126,6 +126,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         log_with: where `log` writes, besides a file of JSON lines: "tensorboard", "wandb", "mlflow", "all" (those that
             are installed), objects with the methods of `unisono.Tracker`, or a list of these.
         project_dir: the directory for trackers and checkpoints; None uses "runs" in the working directory.
+        logging_dir: another directory for trackers.
         total_limit: the number of numbered checkpoints to keep; None keeps all.
         snapshot_every: after how many optimizer steps the state is copied into memory that outlives the workers: in a
             restarted group, `load_state` continues from it (docs/fault_tolerance.md). None: as `unisono run
@@ -166,6 +167,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         schedule_unit: Unit | None = None,
         log_with: LogWith = None,
         project_dir: str | os.PathLike[str] | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
         total_limit: int | None = None,
         snapshot_every: int | None = None,
         snapshots: int = 1,
@@ -187,14 +189,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             self.world.state.deliveries.settle()
             record_settings(self.world, {**given, "virtual_ranks": virtual.count})
         self.device = self.world.device
-        self.scaler = None
-        if mixed_precision == "fp16":
-            self.scaler = LossScaler(self.device.type, **(scaler_options or {}))
+        self.scaler = LossScaler(self.device.type, **(scaler_options or {})) if mixed_precision == "fp16" else None
         is_replay = replay_of(self.world) is not None
         if is_replay:  # the files of the run stay as they are, and its trackers get nothing
             log_with, project_dir = None, in_scratch(project_dir or "runs", self.world)
         self.mixed_precision, self.project_dir, self.split_batches = mixed_precision, project_dir, split_batches
-        self._trackers = Trackers(log_with, project_dir, self.world.rank == 0 and not is_replay)
+        self._trackers = Trackers(log_with, logging_dir or project_dir, self.world.rank == 0 and not is_replay)
         self._steps = Steps(self.world, gradient_accumulation_steps, virtual)
         self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.
@@ -448,9 +448,13 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         if isinstance(model, PreparedModel):
             self._prepared.reduce_now(model)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The autocast context of `mixed_precision`, for what is computed outside the models' forward passes."""
-        return nullcontext() if self._autocast is None else self._autocast()
+    def autocast(self, enabled: bool = True, cache_enabled: bool | None = None) -> AbstractContextManager[Any]:
+        """The autocast context of `mixed_precision`, for what is computed outside the models' forward passes.
+
+        Args:
+            enabled, cache_enabled: as for `torch.autocast`.
+        """
+        return nullcontext() if self._autocast is None else self._autocast(enabled=enabled, cache_enabled=cache_enabled)
 
     def gather(self, values: Any, dim: int = 0) -> Any:
         """Gather the tensors of all ranks, concatenated along `dim` in rank order; 0-dim tensors become a vector.

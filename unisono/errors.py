@@ -15,6 +15,7 @@ The type says who is to blame::
     ├── WorkerHungError           no rank makes progress; `ranks` are the late ones, `stacks` all
     ├── UnpicklableError          a function or a result cannot travel between processes
     ├── RemoteError               a worker raised an exception that cannot be rebuilt in this process
+    ├── NoSuchBatchError (ValueError)  rows match no batch, so that it is unknown which of them count
     ├── StateError (ValueError)   a loader cannot continue from this state; `reason` says what differs
     └── CheckpointError           a checkpoint cannot be saved or loaded
         ├── NoCheckpointError       there is no checkpoint
@@ -145,6 +146,10 @@ class RemoteError(UnisonoError):
     """
 
     sent: dict[str, object] | None = None
+
+
+class NoSuchBatchError(UnisonoError, ValueError):
+    """Rows that were given to `gather_for_metrics` match no batch of a prepared loader. Raised on all ranks."""
 
 
 class StateError(UnisonoError, ValueError):

@@ -25,13 +25,11 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # the types that are more than Any
-    import torch
     from torch._C._distributed_c10d import GradBucket as _GradBucket
     from torch._compile import _disable_dynamo
     from torch.nn.modules.batchnorm import _BatchNorm
 
     current_graph_task_id: Callable[[], int]
-    make_subclass = torch.Tensor._make_subclass
     disable_dynamo = _disable_dynamo
     BatchNorm = _BatchNorm
     GradBucket = _GradBucket
@@ -65,7 +63,6 @@ NAMES = {  # ours: (torch's, what we do by it)
     "sparse_values": ("torch.Tensor._values", "reads sparse tensors that are not coalesced"),
     "tracing_context": ("torch._guards.TracingContext.try_get", "hides sharded gradients from dynamo"),
     "is_view": ("torch.Tensor._is_view", "copies views that a model returns"),
-    "make_subclass": ("torch.Tensor._make_subclass", "copies parameters of user-defined classes"),
     "STORAGE_ADDRESS": ("torch.UntypedStorage._cdata", "tells which tensors share memory"),
     "weak_storage": ("torch.UntypedStorage._weak_ref", "tells which tensors share memory"),
     "is_storage_expired": ("torch.UntypedStorage._expired", "tells which tensors share memory"),

@@ -48,11 +48,12 @@ class RankState:
         groups_before: how many groups of the same run were started before this rank's, for any reason.
         done_before: the optimizer steps that the ranks had done when they were started again.
         snapshot_every: the default of `Accelerator(snapshot_every=)`.
+        brings_batches: whether each rank loads its own, without a loader of this package, and knows it.
     """
 
     def __init__(self) -> None:
         self.deliveries = Deliveries()
-        self.seeds_batches = False
+        self.seeds_batches = self.brings_batches = False
         self.command: dict[str, Any] | None = None
         self.held_memory, self.groups_before, self.done_before = "", 0, 0
         self.snapshot_every: int | None = None

@@ -320,3 +320,12 @@ def test_mlflow_keeps_what_was_logged(tmp_path: Path) -> None:
     assert (run / "params" / "optimizer.betas").read_text() == "[0.9, 0.99]"
     assert "name: digits" in (run.parent / "meta.yaml").read_text()
     assert "status: 3" in (run / "meta.yaml").read_text(), "it has finished"
+
+
+def test_trackers_may_have_a_directory_of_their_own(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_dir=tmp_path / "project", logging_dir=tmp_path / "logs", cpu=True)
+    accelerator.init_trackers("run")
+    accelerator.end_training()
+    assert [each.name for each in tmp_path.iterdir()] == ["logs"]
+    with pytest.raises(TypeError, match="logging_dir=3 is of type int; pass a path, or None"):
+        Accelerator(logging_dir=3)

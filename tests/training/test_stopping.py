@@ -17,7 +17,7 @@ from modes import PROCESSES_2, THREADS_2, THREADS_4
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
-from unisono import preemption
+from unisono.comm import preemption
 from unisono.errors import StoppedError, UnisonoError
 from unisono.training.stopping import should_stop
 from unisono.world import current_world, solo_world, use_world
@@ -128,7 +128,7 @@ from pathlib import Path
 import torch
 from faults import Line
 from torch.utils.data import DataLoader, TensorDataset
-from unisono import preemption
+from unisono.comm import preemption
 from unisono.training.stopping import should_stop
 
 should_stop()

@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,14 +20,12 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from unisono.arguments import check_type
-from unisono.devices import resolve_device
-from unisono.devices.device import Device as Device
-from unisono.devices.device import DeviceLike as DeviceLike
+from unisono import current_world
+from unisono.building_blocks import Device as Device
+from unisono.building_blocks import check_type, leaves, resolve_device, tensors
 from unisono.errors import MixedPlacementError
-from unisono.torch_private import foreach_copy_, make_subclass
-from unisono.tree import leaves, tensors
-from unisono.world import current_world
+
+DeviceLike = str | int | torch.device | Device
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -112,7 +109,7 @@ def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device, copy=True)
     twin = tensor.detach().to(device, copy=True)
     if issubclass(type(tensor), nn.Parameter):
-        twin = make_subclass(type(tensor), twin)
+        twin = twin.as_subclass(type(tensor))
     elif isinstance(tensor, nn.Parameter):  # of another class of tensors
         twin = nn.Parameter(twin)
     twin.requires_grad_(tensor.requires_grad)
@@ -158,14 +155,14 @@ def compiled(fn: Callable[P, T]) -> Callable[P, T]:
     inside (`item()`) ends the program at that point and begins another one.
     """
 
-    @wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        lazy_barrier()
-        result = fn(*args, **kwargs)
-        lazy_barrier()
-        return result
+    return _program()(fn)
 
-    return call
+
+@contextmanager
+def _program() -> Iterator[None]:
+    lazy_barrier()
+    yield
+    lazy_barrier()
 
 
 # No implicit moves and no implicit conversions.
@@ -174,7 +171,7 @@ PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that count as precisions: integers, booleans and complex numbers mix with each of them."""
 
 # Operations whose purpose is to move or to convert, or that read only a shape or a dtype.
-_EXPLICIT = {"to", "copy_", foreach_copy_.__name__, "type_as", "new_tensor", "__set__", "grad", "backward"}
+_EXPLICIT = {"to", "copy_", "type_as", "new_tensor", "__set__", "grad", "backward"}
 _EXPLICIT |= {"expand_as", "view_as", "reshape_as", "is_same_size", "result_type", "can_cast"}
 
 # Code that mixes deliberately: an optimizer's numbers, norms of parameters in several precisions, lengths in main
@@ -216,7 +213,8 @@ class _Strict(TorchFunctionMode):
 def _check_alike(func: Callable[..., Any], found: list[torch.Tensor]) -> None:
     name, kind = getattr(func, "__name__", ""), found[0].device.type
     callers = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(sys._getframe()))
-    if name in _EXPLICIT or next(each for each in callers if each not in _BETWEEN).startswith(_KNOWING):
+    caller = next(each for each in callers if each not in _BETWEEN)
+    if name.removeprefix("_foreach_") in _EXPLICIT or caller.startswith(_KNOWING):
         return
     floats = [each for each in found if each.dtype in PRECISIONS]
     placed = floats if name in _TAKES_LENGTHS else found

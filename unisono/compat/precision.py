@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
-from unisono.torch_private import APPLY
-from unisono.tree import leaves, tree_map
+from unisono.building_blocks import leaves, map_module, tree_map
 
 T = TypeVar("T")
 
@@ -123,7 +122,11 @@ def _convert_all(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T
 
     for module in [leaf for leaf in leaves(x) if isinstance(leaf, nn.Module)]:
         kept = _statistics(module)
-        getattr(module, APPLY)(lambda tensor, kept=kept: tensor if id(tensor) in kept else convert(tensor))
+
+        def convert_most(tensor: torch.Tensor, kept: dict[int, Any] = kept) -> torch.Tensor:
+            return tensor if id(tensor) in kept else convert(tensor)
+
+        map_module(convert_most, module)
     for optimizer in [leaf for leaf in leaves(x) if isinstance(leaf, Optimizer)]:  # after the modules: it follows them
         for parameter, state in optimizer.state.items():
 

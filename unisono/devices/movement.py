@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+from unisono.torch_private import APPLY
 
 
 def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -24,6 +27,11 @@ def host_buffer(like: torch.Tensor, pins: bool) -> torch.Tensor:
     # Via meta: a tensor created like an XLA tensor has no memory, whatever its device.
     layout = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return torch.empty_like(layout, device="cpu", pin_memory=pins)
+
+
+def map_module(fn: Callable[[torch.Tensor], torch.Tensor], module: torch.nn.Module) -> None:
+    """Put `fn(tensor)` in place of each tensor of a module, as `module.to` does: parameters stay the same objects."""
+    getattr(module, APPLY)(fn)
 
 
 def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from unisono import preemption
+from unisono.comm import preemption
 from unisono.launch.group import Group
 from unisono.launch.supervisor import Supervisor
 

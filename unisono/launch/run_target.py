@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from unisono import preemption
+from unisono.comm import preemption
 from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.hosts.endpoint import free_port
 from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take

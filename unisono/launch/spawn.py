@@ -12,8 +12,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from unisono import preemption
 from unisono.arguments import check_integer, check_names, check_type
+from unisono.comm import preemption
 from unisono.comm.outcome import add_note_once
 from unisono.comm.pickling import pickle_call
 from unisono.comm.selection import group_backend

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils.data  # here, so that every fork has it
 
-from unisono import preemption
+from unisono.comm import preemption
 from unisono.comm.outcome import Outcome, chain_of, this_process
 from unisono.comm.pickling import loads_call
 from unisono.comm.processes import ProcessCommunicator

@@ -259,19 +259,15 @@ class DataParallel:
     ) -> Iterator[list[DeviceIterator]]:
         """The iterators of a new pass over the loader, for loops in those worlds."""
         if not isinstance(loader, ParallelLoader):
-            loader = self._make_loader(loader, fixed_batch_size, batch_dim)
+            loader = ParallelLoader(
+                loader, self.devices, batch_dim=batch_dim, fixed_batch_size=fixed_batch_size, sources=self._sources
+            )
         elif loader.devices != self.devices:
             raise ValueError(f"the ParallelLoader is over {loader.devices}, this DataParallel over {self.devices}")
         elif fixed_batch_size or batch_dim:
             raise ValueError("fixed_batch_size and batch_dim are arguments of the ParallelLoader that was given")
         with loader.again(worlds) as begun:
             yield [begun.per_device_loader(device) for device in self.devices]
-
-    def _make_loader(self, loader: Iterable[Any], fixed_batch_size: bool, batch_dim: int) -> ParallelLoader:
-        """Build the loader for a plain DataLoader; the compat layer for PyTorch/XLA overrides this."""
-        return ParallelLoader(
-            loader, self.devices, batch_dim=batch_dim, fixed_batch_size=fixed_batch_size, sources=self._sources
-        )
 
     def _play_parts(self, part: Callable[[int], T], worlds: list[World], loaders: Sequence[DeviceIterator]) -> list[T]:
         """Call `part(rank)` for every rank: in this thread for a native run, otherwise in the replica threads."""

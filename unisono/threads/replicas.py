@@ -31,9 +31,9 @@ import torch
 
 from unisono.comm.operations import HOST
 from unisono.comm.outcome import Outcome
+from unisono.comm.preemption import serving
 from unisono.comm.thread_start import start_threads
 from unisono.errors import BusyError
-from unisono.preemption import serving
 
 T = TypeVar("T")
 

@@ -30,6 +30,14 @@ def compilable(module: nn.Module) -> Callable[..., Any]:
     return _with_a_frame(module) if _is_of_torch(module) else module
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile has wrapped; the module itself, if it is not what that returned."""
+    from unisono.torch_private import ORIGINAL  # here: it may import the compiler
+
+    found: nn.Module = getattr(module, ORIGINAL, module)
+    return found
+
+
 def _is_of_torch(module: nn.Module) -> bool:
     """Whether the module's class is one of torch's own, whose frames torch does not compile."""
     return type(module).forward.__module__.startswith("torch.")

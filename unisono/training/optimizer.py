@@ -48,7 +48,6 @@ class ByHand:
         # the first to step a parameter.
         self.foreign: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.compared = WeakTensorKeyDictionary()
-        self.brings_batches = False  # each rank loads its own, as PyTorch/XLA's scripts do by a DistributedSampler
         # The passes through prepared models. Weak: a dropped Accelerator must not claim the losses of its models.
         self.trainers: WeakSet[Passes] = WeakSet()
         self.steps: Steps | None = None  # those that `backward` has counted for
@@ -188,6 +187,15 @@ def optimizer_step(
         world.state.part(Crossings).is_held = False
 
 
+def reduce_by_hand(optimizer: Optimizer, world: World) -> None:
+    """Reduce the gradients of an optimizer that is not prepared, without a step: to clip them before
+    `optimizer.step()`, for example. A collective."""
+    if world.world_size > 1:
+        with world.timeline.loop().span(REDUCE):
+            check_once(optimizer, trained_parameters(optimizer), world)
+            reduce_held(optimizer, world)
+
+
 def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None) -> float:
     """Reduce the gradients of an optimizer that is not prepared; returns this rank's part of the step. A collective.
 
@@ -236,7 +244,7 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
 
 def warn_of_foreign_batches(world: World) -> None:
     """Warn on rank zero of several if no loader of this package has delivered a batch."""
-    is_expected = world.state.part(ByHand).brings_batches or bool(world.state.deliveries.recent())
+    is_expected = world.state.brings_batches or bool(world.state.deliveries.recent())
     if world.rank == 0 and world.world_size > 1 and not is_expected:
         logger.warning(
             "a step on %d ranks without batches of a prepared loader: a plain DataLoader gives each rank all data; "

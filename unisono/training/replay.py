@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
-from unisono import preemption
+from unisono.comm import preemption
 from unisono.comm.stacks import users_frame
 from unisono.report.digests import DIFFERENT, EQUAL, NOT_COMPARABLE, RunDigests, compare_settings, compare_steps
 from unisono.training.kept_files import files_kept

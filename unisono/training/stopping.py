@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono import preemption
+from unisono.comm import preemption
 from unisono.comm.operations import HOST
 from unisono.errors import UnisonoError
 from unisono.report.timeline import REDUCE

@@ -157,3 +157,12 @@ def test_plain_backward_passes_under_fp16_are_refused_with_a_loader_and_without(
     with pytest.raises(RuntimeError, match=r"made by loss.backward\(\)"):
         step(torch.ones(1, 5), torch.Tensor.backward)
     step(torch.ones(1, 5), accelerator.backward)
+
+
+def test_a_block_without_autocast_computes_in_full_precision() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    x = torch.ones(2, 2, device=accelerator.device)
+    with accelerator.autocast():
+        with accelerator.autocast(enabled=False):
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16

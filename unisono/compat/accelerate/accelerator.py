@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,12 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from unisono.accelerator import Accelerator as Native
-from unisono.arguments import explain_unknown_names
-from unisono.batches.virtual_ranks import Virtual
+from unisono import Accelerator as Native
+from unisono import DeviceLoader, Tracker, Virtual, all_gather_object
+from unisono.building_blocks import PreparedModel, explain_unknown_names, leaves, prepared
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, asked_device, joined_world
-from unisono.compat.accelerate.tracking import GeneralTracker, seen_by_scripts
+from unisono.compat.accelerate.tracking import GeneralTracker, LibraryTracker
 from unisono.compat.accelerate.utils import other
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
@@ -38,15 +39,7 @@ from unisono.compat.accelerate.utils.dataclasses import (
 )
 from unisono.compat.accelerate.utils.environment import parse_flag_from_env
 from unisono.compat.left_out import describe_left_out
-from unisono.tracking.tracker import Tracker, name_of
-from unisono.tracking.trackers import Trackers
-from unisono.training.collectives import all_gather_object
-from unisono.training.optimizer import prepared
-from unisono.training.prepared.checks import AUTOCAST
-from unisono.training.prepared.metrics import NoSuchBatchError
-from unisono.training.prepared.model import PreparedModel
-from unisono.training.prepared.scheduler import Unit
-from unisono.tree import leaves
+from unisono.errors import NoSuchBatchError
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +115,7 @@ class Accelerator(Native):
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         *,
-        schedule_unit: Unit | None = "device_step",
+        schedule_unit: Literal["batch", "step", "device_step"] | None = "device_step",
         virtual_ranks: int | Virtual | None = None,
     ) -> None:
         given = locals()
@@ -137,7 +130,7 @@ class Accelerator(Native):
         project = project_config or ProjectConfiguration()
         if project_dir is not None:
             project.set_directories(os.fspath(project_dir))
-        trackers = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+        trackers = list(log_with) if isinstance(log_with, list | tuple | set) else [log_with]
         if project.logging_dir is None and any(str(each).lower() == "tensorboard" for each in trackers):
             raise ValueError(
                 f"log_with={log_with!r} writes files, and no directory is given; pass project_dir, or "
@@ -172,13 +165,13 @@ class Accelerator(Native):
             virtual_ranks=virtual_ranks,
             log_with=log_with,
             project_dir=project.project_dir,
+            logging_dir=project.logging_dir,
             total_limit=project.total_limit,
         )
-        self._trackers = Trackers(log_with, project.logging_dir, self.world.rank == 0)
-        self._virtual_ranks = virtual_ranks
         self.device_placement, self.rng_types, self.log_with = device_placement, rng_types, trackers
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._has_warned = False
+        self._virtual_ranks, self._has_warned = virtual_ranks, False
+        self._loaders: WeakSet[DeviceLoader] = WeakSet()
         self._handlers = handlers
         self.dataloader_config, self.project_configuration = config, project
         world.state.part(LastAccelerator).set(self, fsdp_plugin)
@@ -228,19 +221,21 @@ class Accelerator(Native):
     def _made_loader(self, each: Any) -> Any:
         if not isinstance(each, DataLoader):
             return each
-        seed = self.dataloader_config.data_seed
-        return prepare_data_loader(
+        made = prepare_data_loader(
             each,
             split_batches=self.split_batches,
             put_on_device=self.device_placement,
-            data_seed=seed,
+            data_seed=self.dataloader_config.data_seed,
             world=self.world,
             virtual_ranks=self._virtual_ranks,
         )
+        self._loaders.add(made)
+        return made
 
     def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
         """Like the native one; returns one None per object, to assign in their place."""
         super().free_memory()
+        self._loaders.clear()
         return other.release_memory(*objects)
 
     clear = free_memory
@@ -353,7 +348,7 @@ class Accelerator(Native):
         """
         super().load_state(input_dir)
         if not self.use_stateful_dataloader:
-            for loader in self._prepared.loaders():
+            for loader in self._loaders:
                 loader.set_epoch(loader.epoch)
 
     save_iteration = _view_of("project_configuration.iteration")  # their numbers follow those in the directory
@@ -383,16 +378,22 @@ class Accelerator(Native):
                 f"log_kwargs={log_kwargs} is not supported; log with the library's own object, "
                 "accelerator.get_tracker(name, unwrap=True)"
             )
-        if self._trackers.opened:
+        if super().trackers:
             super().log(values, step)
 
     @property
     def trackers(self) -> list[Tracker]:
         """Like the native ones, without the JSON lines file."""
-        return [seen_by_scripts(each) for each in super().trackers if name_of(each) != "jsonl"]
+        return [self._seen(each) for each in super().trackers if getattr(each, "name", "") != "jsonl"]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        return seen_by_scripts(super().get_tracker(name, unwrap))
+        found = super().get_tracker(name, unwrap)
+        return found if unwrap else self._seen(found)
+
+    def _seen(self, tracker: Any) -> Any:
+        """The tracker, or the `LibraryTracker` of a library's one."""
+        is_given = any(tracker is each for each in self.log_with)
+        return LibraryTracker(tracker) if hasattr(tracker, "tracker") and not is_given else tracker
 
     # Profiling and precision.
 
@@ -409,12 +410,11 @@ class Accelerator(Native):
                 f"mixed_precision={'bf16' if is_used else 'no'!r} in its place"
             )
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    def autocast(  # type: ignore[override]
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[Any]:
         handler: AutocastKwargs | None = autocast_handler or self._handlers.get(AutocastKwargs)
-        if handler is None or self.mixed_precision not in AUTOCAST:
-            return super().autocast()
-        dtype = AUTOCAST[self.mixed_precision]
-        return torch.autocast(self.device.type, dtype, handler.enabled, handler.cache_enabled)
+        return super().autocast() if handler is None else super().autocast(handler.enabled, handler.cache_enabled)
 
     autocast_handler, ddp_handler, scaler_handler, init_handler, profile_handler = map(
         _handler_of,

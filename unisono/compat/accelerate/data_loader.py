@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from unisono.batches.virtual_ranks import Virtual
+from unisono import DeviceIterator, DeviceLoader, Virtual, World
 from unisono.compat.accelerate.state import joined_world
 from unisono.compat.accelerate.utils.other import Seed
 from unisono.compat.left_out import left_out
-from unisono.loading.device_iterator import DeviceIterator
-from unisono.loading.parallel_loader import DeviceLoader
-from unisono.loading.sharding import Split
-from unisono.world import World
 
 DataLoaderShard = DataLoaderDispatcher = DeviceLoader
 
@@ -55,8 +51,14 @@ def prepare_data_loader(
     seed = data_seed
     if seed is None and not _has_generator(dataloader):
         seed = world.state.part(Seed).value
-    split: Split = "global" if split_batches else "rank"
-    return DeviceLoader(dataloader, device, split=split, seed=seed, world=world, virtual_ranks=virtual_ranks)
+    return DeviceLoader(
+        dataloader,
+        device,
+        split="global" if split_batches else "rank",
+        seed=seed,
+        world=world,
+        virtual_ranks=virtual_ranks,
+    )
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

@@ -6,13 +6,13 @@ parameters equals the result of a step on the reduced gradient.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import nn
 
-from unisono.accelerator import Accelerator
-from unisono.training.collectives import all_reduce
-from unisono.training.prepared.model import PreparedModel
-from unisono.training.strategies.sharded import is_sharded
+from unisono import Accelerator, all_reduce
+from unisono.building_blocks import PreparedModel
 
 
 class LocalSGD:
@@ -31,24 +31,15 @@ class LocalSGD:
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         self._world, self._model, self._every = accelerator.world, model, local_sgd_steps
+        self._block = ExitStack()
 
     def __enter__(self) -> LocalSGD:
-        engine = self._model.engine
-        if self.enabled and is_sharded(self._model.module):
-            raise ValueError(
-                f"the {engine.name} is sharded by strategy='fsdp', and no rank has a whole one to step with; use "
-                "strategy='ddp'"
-            )
-        if self.enabled and engine.is_local:
-            raise ValueError(
-                f"the {engine.name} steps locally already, in a LocalSGD block or under strategy='diloco'; leave this "
-                "block out"
-            )
-        engine.is_local = self.enabled
+        if self.enabled:
+            self._block.enter_context(self._model.local_steps())
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._model.engine.is_local = False
+        self._block.close()
         if self.enabled and kind is None:
             self._average()
 

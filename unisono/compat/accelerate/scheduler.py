@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from unisono.building_blocks import PreparedScheduler
 from unisono.compat.left_out import left_out
-from unisono.training.prepared.scheduler import PreparedScheduler
 
 __getattr__ = left_out(__name__)
 

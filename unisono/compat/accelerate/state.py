@@ -14,14 +14,11 @@ from weakref import ref
 
 import torch
 
-from unisono.accelerator import Accelerator
+from unisono import Accelerator, World, current_world, join_world
+from unisono.building_blocks import HOST, RankView, resolve_device, solo_world, where
 from unisono.compat.accelerate.utils.dataclasses import DistributedType
 from unisono.compat.accelerate.utils.environment import parse_flag_from_env
 from unisono.compat.left_out import left_out, refuse
-from unisono.devices import CPU, resolve_device
-from unisono.launch.hosts.join_world import join_world
-from unisono.training.rank_view import RankView, where
-from unisono.world import World, current_world, solo_world
 
 __getattr__ = left_out(__name__)
 
@@ -54,7 +51,7 @@ def is_initialized() -> bool:
 
 def asked_device(cpu: bool = False) -> str | None:
     """The device that a script of one rank has asked for: the CPU, or that of ACCELERATE_TORCH_DEVICE."""
-    return CPU if cpu or parse_flag_from_env("ACCELERATE_USE_CPU") else os.environ.get("ACCELERATE_TORCH_DEVICE")
+    return HOST.type if cpu or parse_flag_from_env("ACCELERATE_USE_CPU") else os.environ.get("ACCELERATE_TORCH_DEVICE")
 
 
 def _keep(*_: Any) -> None:

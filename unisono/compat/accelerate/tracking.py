@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.compat.left_out import left_out
-from unisono.tracking.libraries import LIBRARIES
 
 __getattr__ = left_out(__name__)
 
@@ -61,8 +60,3 @@ class LibraryTracker:
         self._native.close()
 
     finish = close
-
-
-def seen_by_scripts(tracker: Any) -> Any:
-    """The tracker, or the `LibraryTracker` of a library's one."""
-    return LibraryTracker(tracker) if any(type(tracker) is kind for kind in LIBRARIES.values()) else tracker

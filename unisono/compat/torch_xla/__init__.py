@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -48,15 +47,7 @@ def step() -> Iterator[None]:
 def compile(f: Callable[..., Any] | None = None, full_graph: bool = False, name: str | None = None) -> Any:
     """Make the function a separate step, which a lazy device compiles as a whole; without a function, a `with` block
     like `step`. Values may be read inside, also with `full_graph`: a lazy device's graph ends there."""
-    if f is None:
-        return step()
-
-    @wraps(f)
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        with step():
-            return f(*args, **kwargs)
-
-    return stepping
+    return step() if f is None else step()(f)
 
 
 def launch(

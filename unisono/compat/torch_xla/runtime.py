@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from unisono import current_world
 from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core.devices import devices_of, get_local_ordinal, get_ordinal, here, xrt_world_size
-from unisono.world import current_world
 
 __getattr__ = left_out(__name__)
 

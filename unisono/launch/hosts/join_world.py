@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from unisono import preemption
+from unisono.comm import preemption
 from unisono.comm.outcome import Outcome, add_note_once
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.devices import family_names, pick_backend

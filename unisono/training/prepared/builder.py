@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.devices.movement import move_module
+from unisono.devices.movement import map_module, move_module
 from unisono.devices.randomness import seed_of, seed_python
-from unisono.torch_private import APPLY
 from unisono.training.backward import Passes
 from unisono.training.batch_norm import synchronize_batch_norm
 from unisono.training.compilation import compile_module
@@ -56,7 +55,7 @@ class Builder:
         if self.moves and not is_on_meta(module):
             module = move_module(module, self.world.device)
         elif self.moves and self.strategy.fills:  # the engine initialises parameters on "meta"
-            getattr(module, APPLY)(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
+            map_module(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device), module)
         elif self.moves:
             fill(module, self.world.device)
         if self.is_synchronized:

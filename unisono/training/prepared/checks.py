@@ -102,7 +102,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     check_type(given["seed"], "seed", "pass an integer, or None", int, NoneType)
     for name in (CPU, "device_placement", "split_batches", "sync_batchnorm"):  # the first is `cpu=`
         check_type(given[name], name, "pass True or False", bool)
-    check_type(given["project_dir"], "project_dir", "pass a path, or None", str, os.PathLike, NoneType)
+    for name in ("project_dir", "logging_dir"):
+        check_type(given[name], name, "pass a path, or None", str, os.PathLike, NoneType)
     check_choice(given["schedule_unit"], "schedule_unit", *get_args(Unit), None)
     options, precision = given["scaler_options"], given["mixed_precision"]
     known = list(inspect.signature(GradScaler).parameters)[1:]  # without the device

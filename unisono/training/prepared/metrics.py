@@ -17,7 +17,7 @@ import torch
 from unisono.batches.deliveries import Loop
 from unisono.batches.storages import StorageMap
 from unisono.comm.operations import HOST
-from unisono.errors import CollectiveMismatchError
+from unisono.errors import CollectiveMismatchError, NoSuchBatchError
 from unisono.report.timeline import REDUCE
 from unisono.training.collectives import (
     all_gather_object,
@@ -31,10 +31,6 @@ from unisono.training.means import Mean
 from unisono.training.strategies.sharded import loaded_class
 from unisono.tree import tensors
 from unisono.world import World
-
-
-class NoSuchBatchError(ValueError):
-    """The rows match no batch. Raised on all ranks."""
 
 
 def gather_rows(values: Any, valid_samples: int | None, world: World) -> Any:

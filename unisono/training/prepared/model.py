@@ -20,7 +20,7 @@ from unisono.training.compilation import keep_out_of_graphs
 from unisono.training.prepared.stepper import alive, steppers
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.sharded import MIXED
+from unisono.training.strategies.sharded import MIXED, is_sharded
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -121,6 +121,27 @@ class PreparedModel(nn.Module):
             yield
         finally:
             self._syncs = before
+
+    @contextmanager
+    def local_steps(self) -> Iterator[None]:
+        """A block in whose steps each rank follows its own gradients, weighted by its samples. The ranks' parameters
+        differ until the script averages them. ValueError for a sharded model, or one that steps locally already."""
+        engine = self.engine
+        if is_sharded(self.module):
+            raise ValueError(
+                f"the {engine.name} is sharded by strategy='fsdp', and no rank has a whole one to step with; use "
+                "strategy='ddp'"
+            )
+        if engine.is_local:
+            raise ValueError(
+                f"the {engine.name} steps locally already, in a LocalSGD block or under strategy='diloco'; leave this "
+                "block out"
+            )
+        engine.is_local = True
+        try:
+            yield
+        finally:
+            engine.is_local = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises RuntimeError: it would compile what runs the module, too."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unisono.arguments import check_choice
+from unisono.building_blocks import check_choice
 from unisono.compat.accelerate.utils.environment import str_to_bool
 from unisono.compat.left_out import left_out
 from unisono.strategies import DDP, FSDP
@@ -113,7 +113,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_choice(self.comm_wrapper, "comm_wrapper", "no")
         hook: Any = None if self.comm_hook == "no" else str(self.comm_hook)
         if hook == "power_sgd":
-            from unisono.training.strategies.ddp import power_sgd  # which imports torch's DDP
+            from unisono.building_blocks import power_sgd  # which imports torch's DDP
 
             hook = power_sgd(**self.comm_state_option)
         return DDP(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.arguments import check_choice
+from unisono.building_blocks import check_choice
 from unisono.compat.left_out import left_out
 
 __getattr__ = left_out(__name__)

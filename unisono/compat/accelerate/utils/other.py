@@ -25,25 +25,29 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.torch_version import TorchVersion
 
-from unisono.arguments import check_choice
-from unisono.checkpoint.contents import write_state
-from unisono.comm.operations import HOST
+import unisono
+from unisono import Output, World, spawn
+from unisono.building_blocks import (
+    HOST,
+    PreparedModel,
+    check_choice,
+    gather_nested,
+    get_backend,
+    leaves,
+    pad_nested,
+    reduce_nested,
+    seed_all,
+    tensors,
+    tree_map,
+    uncompiled,
+    write_state,
+)
 from unisono.compat.accelerate.state import PartialState, joined_world
 from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.compat.accelerate.utils.environment import patch_environment
 from unisono.compat.left_out import left_out
-from unisono.devices import CPU, get_backend
-from unisono.devices.randomness import seed_all
 from unisono.errors import UnisonoError
-from unisono.launch.options import Output
-from unisono.launch.spawn import spawn
-from unisono.loading.progress import tqdm as bar_of_rank_zero
 from unisono.protocols import ReduceOp
-from unisono.training import collectives, out_of_memory
-from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
-from unisono.training.prepared.model import PreparedModel
-from unisono.tree import leaves, tensors, tree_map
-from unisono.world import World
 
 DistributedOperationException = UnisonoError
 """The rank that detects a difference raises a CollectiveMismatchError, the others a BrokenWorldError: none
@@ -84,8 +88,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Whether torch's version, without what follows its numbers, compares like that."""
-    numbers = re.match(r"[\d.]*\d", torch.__version__)
-    assert numbers is not None
+    numbers = re.findall(r"[\d.]*\d", torch.__version__)
     return compare_versions(TorchVersion(numbers[0]), operation, version)
 
 
@@ -103,7 +106,7 @@ def gather(tensor: Any, world: World | None = None) -> Any:
         return tensor
     collect: Callable[[Any], Any] = partial(gather_nested, dim=0, world=world)
     if all(isinstance(each, torch.Tensor) and each.ndim for each in leaves(tensor)):
-        collect = partial(tree_map, lambda each: collectives.all_gather_samples(each, len(each), world=world))
+        collect = partial(tree_map, lambda each: unisono.all_gather_samples(each, len(each), world=world))
     return _without_gradient("gather", collect, tensor)
 
 
@@ -150,20 +153,19 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 def gather_object(object: Any) -> Any:
     """The elements of every rank's list, in rank order; in a world of one the object itself."""
     world = joined_world()
-    return object if world.world_size == 1 else list(chain.from_iterable(collectives.all_gather_object(object, world)))
+    return object if world.world_size == 1 else list(chain.from_iterable(unisono.all_gather_object(object, world)))
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """That rank's tensors: new ones, in the same nesting; shapes must be equal on each rank."""
     world = joined_world()
-    return tree_map(lambda each: collectives.broadcast(each.detach().clone(), from_process, world), tensor)
+    return tree_map(lambda each: unisono.broadcast(each.detach().clone(), from_process, world), tensor)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Rank zero's tensor, on each rank's device; the other ranks pass None."""
     world = joined_world()
-    value: torch.Tensor = world.comm.broadcast_object(tensor.cpu() if tensor is not None else None)
-    return value.to(world.device)
+    return world.comm.broadcast_object(None if tensor is None else tensor.cpu()).to(world.device)  # type: ignore[no-any-return]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -179,7 +181,7 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False) -> Any:
 
 def wait_for_everyone() -> None:
     """Wait until every rank has called it."""
-    collectives.barrier(joined_world())
+    unisono.barrier(joined_world())
 
 
 # Nested structures.
@@ -292,7 +294,7 @@ def find_executable_batch_size(
     None uses nine tenths of the previous one, as Accelerate does."""
     given = reduce_batch_size_fn
     reduce = (lambda size: size * 9 // 10) if given is None else (lambda _: given())
-    return out_of_memory.find_executable_batch_size(function, starting_batch_size, reduce)
+    return unisono.find_executable_batch_size(function, starting_batch_size, reduce)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -326,19 +328,17 @@ def extract_model_from_parallel(
 ) -> nn.Module:
     """The user's module, also of torch's DataParallel and DistributedDataParallel. Other arguments have no effect,
     except `keep_torch_compile=False`, which returns the uncompiled module."""
-    from unisono.torch_private import ORIGINAL  # here: it may import the compiler
-
     wrappers = (PreparedModel, nn.DataParallel, nn.parallel.DistributedDataParallel)
     # `torch.compile` may be around the wrapper, or inside of it.
-    outer: Any = model if keep_torch_compile else getattr(model, ORIGINAL, model)
+    outer: Any = model if keep_torch_compile else uncompiled(model)
     module: Any = outer.module if isinstance(outer, wrappers) else outer
-    plain: nn.Module = module if keep_torch_compile else getattr(module, ORIGINAL, module)
+    plain: nn.Module = module if keep_torch_compile else uncompiled(module)
     return plain
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """`unisono.tqdm`; with `main_process_only=False` tqdm's own bar, on every rank."""
-    return bar_of_rank_zero(*args, **kwargs) if main_process_only else import_module("tqdm.auto").tqdm(*args, **kwargs)
+    return unisono.tqdm(*args, **kwargs) if main_process_only else import_module("tqdm.auto").tqdm(*args, **kwargs)
 
 
 _profiler: list[torch.profiler.profile] = []  # the one that threads share; at most one
@@ -352,7 +352,7 @@ def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pr
     belongs to the process, which a second concurrent one would end.
     """
     is_shared = world.world_size > 1 and not world.is_of_processes
-    meet = partial(collectives.barrier, world) if is_shared else lambda: None
+    meet = partial(unisono.barrier, world) if is_shared else lambda: None
     if is_shared and world.rank > 0:
         meet()
         yield _profiler[0]
@@ -374,7 +374,7 @@ def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pr
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run `function(*args)` in that many worker processes on the CPU."""
-    spawn(lambda _: function(*args), nprocs=num_processes, backend=CPU)
+    spawn(lambda _: function(*args), nprocs=num_processes, backend=HOST.type)
 
 
 def notebook_launcher(

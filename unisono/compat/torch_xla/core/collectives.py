@@ -15,15 +15,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from unisono.arguments import check_choice, check_type
+import unisono
+from unisono import World, current_world
+from unisono.building_blocks import check_choice, check_type, disable_dynamo, reduce_by_hand
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.protocols import ReduceOp
-from unisono.report.timeline import REDUCE
-from unisono.torch_private import disable_dynamo
-from unisono.training import agreement, collectives
-from unisono.training import optimizer as steps
-from unisono.training.parameter_names import trained_parameters
-from unisono.world import World, current_world
 
 REDUCE_SUM, REDUCE_MUL, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR = "sum", "mul", "min", "max", "and", "or"
 
@@ -73,7 +69,7 @@ def _reduce_tensor(
     if op is None and not is_whole:
         raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to an integer type or to bool")
     if group is None and op is not None:
-        result = collectives.all_reduce(tensor.detach().clone(), op, world)
+        result = unisono.all_reduce(tensor.detach().clone(), op, world)
     else:
         result = functools.reduce(fold, _gather_group(tensor, group, world))
     return result if scale == 1 else result.mul_(scale)
@@ -81,9 +77,8 @@ def _reduce_tensor(
 
 def _gather_group(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[torch.Tensor]:
     """The tensors of this replica's group; every replica receives all tensors."""
-    with world.timeline.loop().span(REDUCE):
-        parts = world.comm.all_gather(tensor)
-    return parts if group is None else [parts[rank] for rank in group]
+    parts = unisono.all_gather(tensor.detach()[None], 0, world)
+    return [parts[rank] for rank in group or range(world.world_size)]
 
 
 @disable_dynamo
@@ -110,7 +105,7 @@ def all_gather(
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         if group is None:
-            return collectives.all_gather(tensor.detach(), dim, world)
+            return unisono.all_gather(tensor.detach(), dim, world)
         parts = _gather_group(tensor, group, world)
         return torch.stack(parts) if tensor.ndim == 0 else torch.cat(parts, dim)
 
@@ -186,11 +181,8 @@ def reduce_gradients(optimizer: Optimizer, groups: None = None, pin_layout: bool
     """
     _refuse_groups(groups)
     world = current_world()
-    if world.world_size > 1:
-        world.state.part(steps.ByHand).brings_batches = True
-        with world.timeline.loop().span(REDUCE):
-            steps.check_once(optimizer, trained_parameters(optimizer), world)
-            steps.reduce_held(optimizer, world)
+    world.state.brings_batches = True
+    reduce_by_hand(optimizer, world)
 
 
 def _refuse_groups(groups: Any) -> None:
@@ -215,8 +207,8 @@ def optimizer_step(
         TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
     """
     _refuse_groups(groups)
-    current_world().state.part(steps.ByHand).brings_batches = True
-    result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
+    current_world().state.brings_batches = True
+    result = unisono.optimizer_step(optimizer, optimizer_args=optimizer_args)
     if barrier:
         mark_step()
     return result
@@ -227,4 +219,4 @@ def fetch_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     return [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
 
 
-broadcast_master_param = agreement.broadcast_parameters
+broadcast_master_param = unisono.broadcast_parameters

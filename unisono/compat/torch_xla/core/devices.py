@@ -14,11 +14,18 @@ from typing import Any, TextIO, TypeVar
 
 import torch
 
-from unisono.arguments import check_choice, check_integer, check_type
-from unisono.devices import available_devices, family_names, get_backend, resolve_device
-from unisono.devices.seeding import seed_device, seed_of_device
+from unisono import World, available_devices, current_world
+from unisono.building_blocks import (
+    check_choice,
+    check_integer,
+    check_type,
+    family_names,
+    get_backend,
+    resolve_device,
+    seed_device,
+    seed_of_device,
+)
 from unisono.protocols import Backend
-from unisono.world import World, current_world
 
 D = TypeVar("D")
 

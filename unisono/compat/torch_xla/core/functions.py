@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from unisono.arguments import check_choice
+from unisono import current_world
+from unisono.building_blocks import SyncBatchNorm as NativeBatchNorm
+from unisono.building_blocks import check_choice
 from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core import collectives
 from unisono.compat.torch_xla.core.collectives import Groups
-from unisono.training import batch_norm
-from unisono.world import current_world
 
 __getattr__ = left_out(__name__)
 
@@ -77,7 +77,7 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
     return torch.cat(results, dim=1)
 
 
-class SyncBatchNorm(batch_norm.SyncBatchNorm):
+class SyncBatchNorm(NativeBatchNorm):
     """Batch normalisation over the samples of all replicas, for inputs of 2 to 5 dimensions; in evaluation, over none.
 
     Equivalent to one BatchNorm over all of them. All replicas must call it, in the forward and the backward pass.

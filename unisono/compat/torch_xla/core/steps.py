@@ -12,10 +12,9 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-from unisono.arguments import check_type
-from unisono.comm.thread_start import check_threads
+from unisono import current_world
+from unisono.building_blocks import check_threads, check_type
 from unisono.compat.torch_xla.core.devices import here
-from unisono.world import current_world
 
 MARK_STEP = "MarkStep"
 """The counter of ended steps."""

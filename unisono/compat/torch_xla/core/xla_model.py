@@ -14,9 +14,10 @@ from typing import IO, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from unisono.arguments import check_type
-from unisono.comm.operations import name_ranks
+from unisono import all_gather_object, current_world
+from unisono.building_blocks import HOST, check_type, name_ranks, tree_map
 from unisono.compat.left_out import left_out
 from unisono.compat.placement import copy_to
 from unisono.compat.torch_xla.core.collectives import *
@@ -25,12 +26,7 @@ from unisono.compat.torch_xla.core.devices import *
 from unisono.compat.torch_xla.core.devices import get_ordinal, is_master_ordinal
 from unisono.compat.torch_xla.core.steps import *
 from unisono.compat.torch_xla.core.steps import execute_recorded
-from unisono.devices import CPU
 from unisono.errors import CollectiveMismatchError
-from unisono.torch_private import STORAGE_ADDRESS
-from unisono.training.collectives import all_gather_object
-from unisono.tree import tree_map
-from unisono.world import current_world
 
 R = TypeVar("R")
 
@@ -91,12 +87,12 @@ def _in_main_memory(data: Any) -> Any:
 
     def image_of(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
-            return copy_to(leaf, CPU)
+            return copy_to(leaf, HOST)
         if not isinstance(leaf, torch.Tensor) or (leaf.is_cpu and leaf.is_leaf):
             return leaf
         place: object = id(leaf)
         if not (leaf.is_cpu or leaf.is_sparse):
-            storage = getattr(leaf.untyped_storage(), STORAGE_ADDRESS)
+            storage = StorageWeakRef(leaf.untyped_storage())
             place = (storage, leaf.storage_offset(), leaf.dtype, tuple(leaf.shape), leaf.stride())
         if place not in images:
             images[place] = leaf.detach().cpu()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from unisono import current_world
 from unisono.compat.left_out import left_out
-from unisono.report.timeline import PHASES
-from unisono.world import current_world
 
 __getattr__ = left_out(__name__)
 
 _RUNTIME_NAMES = {"graphs compiled": "UncachedCompile", "graphs found compiled": "CachedCompile"}
+_TIME = "ns of "  # a phase
 
 
 class _Cleared:
@@ -32,7 +32,7 @@ def _count_all() -> Counter[str]:
     world, counts = current_world(), Counter[str]()
     for track in world.timeline.tracks():
         counts.update(
-            {**track.counts.copy(), **{f"ns of {phase}": took for phase, took in track.totals.copy().items()}}
+            {**track.counts.copy(), **{f"{_TIME}{phase}": took for phase, took in track.totals.copy().items()}}
         )
     counts.update({_RUNTIME_NAMES.get(name, name): value for name, value in world.backend.counters().items()})
     counts.subtract(current_world().state.part(_Cleared).counts)
@@ -41,7 +41,7 @@ def _count_all() -> Counter[str]:
 
 def counter_names() -> list[str]:
     """The counters with a nonzero value."""
-    return sorted(name for name, value in _count_all().items() if value and not name.startswith("ns of "))
+    return sorted(name for name, value in _count_all().items() if value and not name.startswith(_TIME))
 
 
 def counter_value(counter_name: str) -> int | None:
@@ -51,7 +51,8 @@ def counter_value(counter_name: str) -> int | None:
 
 def metric_names() -> list[str]:
     """The phases that have taken any time."""
-    return [phase for phase in PHASES if metric_data(phase) is not None]
+    took = {name.removeprefix(_TIME): ns for name, ns in _count_all().items() if name.startswith(_TIME)}
+    return sorted(name for name, ns in took.items() if ns > 0)
 
 
 def metric_data(metric_name: str) -> tuple[int, float, list[tuple[float, float]]] | None:
@@ -66,7 +67,7 @@ def metric_data(metric_name: str) -> tuple[int, float, list[tuple[float, float]]
         for span in sorted(spans, key=lambda span: span.stop)
         if span.phase == metric_name and span.stop > world.state.part(_Cleared).at_ns
     ]
-    total = _count_all()[f"ns of {metric_name}"]
+    total = _count_all()[f"{_TIME}{metric_name}"]
     return (len(samples), float(total), samples) if total > 0 else None
 
 

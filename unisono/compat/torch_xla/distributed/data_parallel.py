@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-from unisono.arguments import check_type
+import unisono
+from unisono import DeviceIterator, ParallelLoader, ReplicaContext
+from unisono.building_blocks import check_type
 from unisono.compat.torch_xla.distributed.parallel_loader import PASSES, PerDeviceLoader, tail_of
-from unisono.loading.device_iterator import DeviceIterator
-from unisono.loading.parallel_loader import ParallelLoader
-from unisono.threads import data_parallel as native
-from unisono.threads.data_parallel import ReplicaContext
 
 T = TypeVar("T")
 
 Context = ReplicaContext
 
 
-class DataParallel(native.DataParallel):
+class DataParallel(unisono.DataParallel):
     """Runs a loop on every device with a replica of the network. Arguments, attributes: as for `unisono.DataParallel`.
 
     With `device_ids=[]`, the native run, the loop gets plain batches as in every other case. Any set of devices is
@@ -36,8 +34,7 @@ class DataParallel(native.DataParallel):
         def loop(model: Any, batches: DeviceIterator, *place: Any) -> T:
             return loop_fn(model, PerDeviceLoader(batches), *place)
 
-        return super().__call__(loop, loader, fixed_batch_size, batchdim)
-
-    def _make_loader(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
+        if isinstance(loader, ParallelLoader):
+            return super().__call__(loop, loader, fixed_batch_size, batchdim)
         options: Any = {"batch_dim": batchdim, "fixed_batch_size": fixed_batch_size, "sources": PASSES}
-        return ParallelLoader(loader, self.devices, tail=tail_of(self.devices), **options)
+        return super().__call__(loop, ParallelLoader(loader, self.devices, tail=tail_of(self.devices), **options))

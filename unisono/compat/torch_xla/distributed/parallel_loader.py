@@ -9,19 +9,16 @@ these modules have begun over the DataLoader; with a DistributedSampler, it is t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data.distributed import DistributedSampler
 
-from unisono.arguments import check_integer, explain_unknown_names
+import unisono
+from unisono import DeviceIterator, current_world
+from unisono.building_blocks import Sources, check_integer, explain_unknown_names
 from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core.devices import DeviceName
 from unisono.compat.torch_xla.core.steps import mark_step
-from unisono.loading import parallel_loader as native
-from unisono.loading.device_iterator import DeviceIterator
-from unisono.loading.registry import Sources
-from unisono.loading.sharding import Tail
-from unisono.world import current_world
 
 PASSES = Sources()  # over each DataLoader, whichever loaders of these modules make them
 
@@ -59,7 +56,7 @@ class PerDeviceLoader:
         return len(self._iterator)
 
 
-class ParallelLoader(native.ParallelLoader):
+class ParallelLoader(unisono.ParallelLoader):
     """One pass over a loader for several devices of this process: batch i goes to `devices[i % len(devices)]`.
 
     Args:
@@ -81,10 +78,10 @@ class ParallelLoader(native.ParallelLoader):
         one."""
         return PerDeviceLoader(super().per_device_loader(device), self._per_step)
 
-    per_device_samples = native.ParallelLoader.__len__  # of batches
+    per_device_samples = unisono.ParallelLoader.__len__  # of batches
 
 
-class MpDeviceLoader(native.DeviceLoader):
+class MpDeviceLoader(unisono.DeviceLoader):
     """A loader whose batches arrive on one device; it can be looped over repeatedly. Arguments as for
     `ParallelLoader`."""
 
@@ -133,13 +130,13 @@ def native_options(
     }
 
 
-def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.DeviceLoader) -> None:
+def take_epoch(loader: Iterable[Any], reader: unisono.ParallelLoader | unisono.DeviceLoader) -> None:
     """Set the epoch of the reader's next pass to that of the loader's DistributedSampler, if there is one."""
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         reader.set_epoch(sampler.epoch)
 
 
-def tail_of(devices: Sequence[DeviceName]) -> Tail:
+def tail_of(devices: Sequence[DeviceName]) -> Literal["drop", "split"]:
     """How the last round is handled: a single device takes what there is."""
     return "drop" if len(devices) > 1 else "split"

@@ -6,6 +6,6 @@ The group reduces tensors in main memory and on CUDA devices. It refuses those o
 
 from __future__ import annotations
 
-from unisono.launch.hosts.join_world import let_scripts_name_families
+from unisono.building_blocks import let_scripts_name_families
 
 let_scripts_name_families()

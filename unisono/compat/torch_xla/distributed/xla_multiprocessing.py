@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from unisono.arguments import check_choice
-from unisono.launch import spawn as native
-from unisono.launch.job import private_directory
+import unisono
+from unisono.building_blocks import check_choice, private_directory
 
 R = TypeVar("R")
 
@@ -35,7 +34,7 @@ def spawn(
             safe for accelerators: `fn` and `args` are pickled by value, with what `fn` uses of its module.
     """
     check_choice(start_method, "start_method", "spawn", "fork", "forkserver")
-    start: Any = native.spawn  # for a type checker, either of the two values of `join` is a signature
+    start: Any = unisono.spawn  # for a type checker, either of the two values of `join` is a signature
     return start(fn, args, nprocs, join, daemon)
 
 

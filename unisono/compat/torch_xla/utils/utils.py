@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 
+import unisono
 from unisono.compat.left_out import left_out
-from unisono.loading import sources
 
 T = TypeVar("T")
 
 __getattr__ = left_out(__name__)
 
 
-class SampleGenerator(sources.SampleGenerator[T]):
+class SampleGenerator(unisono.SampleGenerator[T]):
     """Yields the same object, `data`, `sample_count` times per loop over it."""
 
     def next(self) -> T:

@@ -17,7 +17,7 @@ import warm_scripts
 PATIENCE_S = 60
 TERM = """
 import os, signal, sys, threading, time
-from unisono import preemption
+from unisono.comm import preemption
 
 def term():
     os.kill(os.getpid(), signal.SIGTERM)
