@@ -33,7 +33,7 @@ from unisono.cli.main import COMMANDS
 from unisono.devices import OWN
 from unisono.loading.sharding import Tail
 from unisono.tracking.libraries import LIBRARIES
-from unisono.training.strategies.strategy import STRATEGIES
+from unisono.training.strategies.lookup import OWN as STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])

@@ -41,8 +41,8 @@ class LocalSGD:
             )
         if self.enabled and engine.is_local:
             raise ValueError(
-                f"the {engine.name} steps locally already, in a LocalSGD block or under strategy='diloco'; leave this "
-                "block out"
+                f"the {engine.name} steps locally already, in a LocalSGD block or under its strategy; leave this block "
+                "out"
             )
         engine.is_local = self.enabled
         return self
