@@ -48,9 +48,11 @@ class Engine:
     A strategy of another package may override these methods. But for `run`, all ranks call them in the same order.
 
     - `run`, the forward pass. It returns what the module returns.
-    - `reduce_late(parameters)`, the reduction, of those that `with_gradients()` returns if none are named. Each `.grad`
-      becomes the sum over the ranks of `steps.factor() * grad`. None counts as zeros, and so does what is multiplied by
-      a factor of 0, NaN included.
+    - `add_up(flat)`, the reduction of a bucket. The vector becomes, in place, its sum over the ranks, the same bits on
+      all of them. It holds gradients that are multiplied by the rank's weight already.
+    - `reduce_late(parameters)`, the reduction of all that `with_gradients()` returns, or of those that are given. Each
+      `.grad` becomes the sum over the ranks of `steps.factor() * grad`. None counts as zeros, and so does what is
+      multiplied by a factor of 0, NaN included.
     - `prepare_reduction(reduces)` comes before the first gradient of a backward pass arrives, and
       `complete_reduction()` when a reducing pass has ended: for reductions during the pass. `.grad` is final after it.
     - `adapt_to_trained()`: parameters were frozen or unfrozen.
@@ -251,7 +253,11 @@ class Engine:
         with nullcontext() if track is None else track.span(REDUCE):
             self.agreement.check(self._trained)
             reduced = self.with_gradients() if parameters is None else parameters
-            reduce_gradients(reduced, self.world, self.steps.factor(), self.agreement.place())
+            reduce_gradients(reduced, self.world, self.steps.factor(), self.agreement.place(), self.add_up)
+
+    def add_up(self, flat: torch.Tensor) -> None:
+        """Replace a vector of weighted gradients by its sum over the ranks, in place. A collective."""
+        self.world.comm.all_reduce(flat)
 
     def with_gradients(self) -> list[torch.Tensor]:
         """The parameters that require gradients, and those that were frozen with a gradient on some rank."""
@@ -343,7 +349,7 @@ class Engine:
 
     @contextmanager
     def meet(self, purpose: str) -> Iterator[None]:
-        """A block of collectives that all ranks enter for the same purpose, else an error names two that differ. Its
+        """A block of collectives, outside a backward pass. Where ranks differ in the purpose, an error names two. Its
         time counts as reduction."""
         with self.world.timeline.loop().span(REDUCE):
             self.world.comm.announce(f"{purpose} of the {self.name} at {self.agreement.place()}")
