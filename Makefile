@@ -109,12 +109,16 @@ release: $(VENV)/.test $(VENV)/.check $(VENV)/.docs $(VENV)/.package
 	.ci/release $(VERSION)
 
 clean:
-	rm -rf $(VENV) $(XLA) $(NEWEST) $(PROGRAMS) build dist out *.egg-info
+	rm -rf $(VENV) $(XLA) $(NEWEST) $(PROGRAMS) build dist out *.egg-info contrib/*/build contrib/*/*.egg-info
 
 # One stamp per extra of setup.cfg: what is installed stays installed.
 $(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python
 	@echo "installing unisono[$*] into $(VENV): 1.3 GB with a CPU build of torch, 5 GB with a CUDA build; a few minutes the first time"
 	@$(PIP) --editable '.[$*]'
+	@touch $@
+
+$(VENV)/.test $(VENV)/.bench: $(VENV)/.contrib
+$(VENV)/.contrib: $(wildcard contrib/*/pyproject.toml) | $(BIN)/python
 	@$(PIP) $(CONTRIB)
 	@touch $@
 
