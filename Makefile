@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+# The packages beside this one, which tests and benchmarks take from this tree.
+CONTRIB := --no-deps $(patsubst %,--editable ./%,$(wildcard contrib/*-*))
 
 # The number of tests that run side by side. They often wait for their processes, so three keep two cores busy.
 TESTS  ?= 3
@@ -107,12 +109,17 @@ release: $(VENV)/.test $(VENV)/.check $(VENV)/.docs $(VENV)/.package
 	.ci/release $(VERSION)
 
 clean:
-	rm -rf $(VENV) $(XLA) $(NEWEST) $(PROGRAMS) build dist out *.egg-info
+	rm -rf $(VENV) $(XLA) $(NEWEST) $(PROGRAMS) build dist out *.egg-info contrib/*/build contrib/*/*.egg-info
 
 # One stamp per extra of setup.cfg: what is installed stays installed.
 $(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python
 	@echo "installing unisono[$*] into $(VENV): 1.3 GB with a CPU build of torch, 5 GB with a CUDA build; a few minutes the first time"
 	@$(PIP) --editable '.[$*]'
+	@touch $@
+
+$(VENV)/.test $(VENV)/.bench: $(VENV)/.contrib
+$(VENV)/.contrib: $(wildcard contrib/*/pyproject.toml) | $(BIN)/python
+	@$(PIP) $(CONTRIB)
 	@touch $@
 
 # The pair from setup.cfg first: every other torch of the index is as large, and constraints.txt names a newer one. A
@@ -126,6 +133,7 @@ $(XLA)/.pair: setup.cfg constraints.txt
 
 $(XLA)/.test: $(XLA)/.pair
 	@$(XLA_PIP) --editable '.[test,xla]'
+	@$(XLA_PIP) $(CONTRIB)
 	@touch $@
 
 # torch first: to reconcile everything at once, pip would go back to an older one. `rm -r .venv-newest` gets newer versions.
@@ -138,6 +146,7 @@ $(NEWEST)/.torch: setup.cfg
 
 $(NEWEST)/.test: $(NEWEST)/.torch
 	@$(NEWEST_PIP) --editable '.[test]'
+	@$(NEWEST_PIP) $(CONTRIB)
 	@touch $@
 
 # torch first, as above: the others require it, each with bounds of its own.
@@ -149,6 +158,7 @@ $(PROGRAMS)/.torch: setup.cfg
 
 $(PROGRAMS)/.test: $(PROGRAMS)/.torch
 	@$(PROGRAMS_PIP) --editable '.[programs]'
+	@$(PROGRAMS_PIP) $(CONTRIB)
 	@touch $@
 
 $(BIN)/python:

@@ -1,8 +1,8 @@
 """Make the sdist and the wheel, and try both as their users would.
 
 The wheel is made from the sdist. It is installed alone into a clean environment, which sees torch and the other
-dependencies of the environment that runs this, but not the repository; there the quickstart runs. The sdist has every
-file of the repository, and its tests run.
+dependencies of the environment that runs this, but not the repository; there the quickstart runs, and then what the
+packages in contrib/ add. The sdist has every file of the repository, and its tests run.
 """
 
 from __future__ import annotations
@@ -80,13 +80,26 @@ def check_quickstart(environment: Path, directory: Path) -> None:
     assert "test points are right" in printed
 
 
+def check_contrib(environment: Path, directory: Path) -> None:
+    """Each package beside this one is installed, and found by the name of its strategy or command."""
+    for package in sorted((ROOT / "contrib").glob("*/pyproject.toml")):
+        shutil.copytree(package.parent, directory / package.parent.name)  # setuptools builds in the folder
+        install(environment / "bin/python", "--no-build-isolation", directory / package.parent.name)
+    script = "from unisono import Accelerator; print(Accelerator(strategy='diloco', cpu=True))"
+    assert "strategy='diloco'" in run(environment / "bin/python", "-P", "-c", script, directory=directory)
+    assert "--devices" in run(environment / "bin/unisono-simulate", "--help", directory=directory)
+
+
+def install(python: Path, *what: str | Path) -> None:
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *what, directory=ROOT)
+
+
 def make_environment(wheel: Path, directory: Path) -> Path:
     """An environment with the wheel, which finds its dependencies where this interpreter does."""
     venv.create(directory, with_pip=False)
     (packages,) = directory.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    python = directory / "bin/python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, directory=ROOT)
+    install(directory / "bin/python", wheel)
     return directory
 
 
@@ -95,10 +108,11 @@ def main() -> None:
     check_wheel(wheel)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name).resolve()
-        for each in ("environment", "quickstart", "sdist"):
+        for each in ("environment", "quickstart", "contrib", "sdist"):
             (directory / each).mkdir()
         environment = make_environment(wheel, directory / "environment")
         check_quickstart(environment, directory / "quickstart")
+        check_contrib(environment, directory / "contrib")
         check_sdist(sdist, environment / "bin/python", directory / "sdist")
     print(f"{sdist.name} and {wheel.name} are complete")
 

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, barrier, world_size
-from unisono.strategies import DDP, Choice, DiLoCo
+from unisono.strategies import DDP, Options
+from unisono_diloco import DiLoCo
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from agents import two_networks
@@ -37,7 +38,7 @@ BATCH = 32  # of a machine
 SENT: dict[str, Literal["bf16", "int8"]] = {"bf16": "bf16", "int8": "int8"}
 
 
-def strategy(name: str, every: int) -> Choice:
+def strategy(name: str, every: int) -> Options:
     if name == "powersgd":
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         return DDP(comm_hook=partial(powerSGD_hook, state))
@@ -93,7 +94,19 @@ def train(name: str, steps: int, every: int, width: int) -> None:
 
 def run(name: str, names: tuple[str, str], arguments: list[str]) -> dict[str, float]:
     """Train on both machines; what the first one has measured."""
-    command = [sys.executable, "-m", "unisono", "run", "--nnodes", "2", "-n", "1", "--process-group", "gloo"]
+    command = [
+        sys.executable,
+        "-m",
+        "unisono",
+        "run",
+        "--nnodes",
+        "2",
+        "-n",
+        "1",
+        "--process-group",
+        "gloo",
+        "--rdzv-insecure",
+    ]
     command += ["--rdzv-endpoint", "10.77.0.1:29617", "--num-threads", "1", __file__, "--worker", name, *arguments]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
     machines = [

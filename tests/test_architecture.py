@@ -28,13 +28,14 @@ FLOORS = (
     "world report batches",
     "loading training launch tracking",
     "accelerator building_blocks checkpoint engines functional threads",
-    "cli compat simulation",
+    "cli compat",
     "__main__",
 )
 FLOOR = {"": 6} | {
     part: floor for floor, parts in enumerate(FLOORS) for part in parts.split()
 }  # "": the package's names
 STRANGERS = (1, 3)  # floors whose parts do not see one another
+DOORS = ("unisono.strategies",)  # show other packages, on first use, what is above them
 
 DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|tpu|xla|xpu|npu|hpu)(:\d*)?")
 DEVICE_MODULES = ("cuda", "mps", "tpu", "xla", "xpu", "npu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is no family
@@ -47,6 +48,7 @@ XLA_DOORS = ("unisono.devices.xla", "unisono.devices.xla_runtime", "unisono.comm
 BLOCKS = "unisono.building_blocks"
 OPEN = ("unisono", BLOCKS, "unisono.protocols", *(f"unisono.{name}" for name in unisono._MODULES))
 """What a package that builds on this one may import, and `compat` therefore, too."""
+RECORD = "unisono.report.run"  # the record of a run, which those beside this package may read
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,17 @@ class Import:
     node: ast.AST
 
 
-def read_modules() -> dict[str, Module]:
+def read_modules(root: Path) -> dict[str, Module]:
     found = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
         found[name] = Module(name, ast.parse(path.read_text()))
     return found
 
 
-MODULES = read_modules()
+MODULES = read_modules(ROOT)
+BESIDE = [each for folder in (ROOT.parent / "contrib").glob("*/unisono_*/") for each in read_modules(folder).values()]
 
 
 def imports_of(module: Module) -> Iterator[Import]:
@@ -137,7 +140,7 @@ def upward_imports(module: Module) -> list[str]:
         return []
     for each, target in own_imports(module):
         part = target.split(".")[1] if "." in target else ""
-        if FLOOR[part] > floor:
+        if FLOOR[part] > floor and not (each.is_lazy and module.name in DOORS):
             found.append(module.at(each.node, f"imports {target}, which is above it"))
         if part != module.part and FLOOR[part] == floor and floor in STRANGERS:
             found.append(module.at(each.node, f"imports {target}, which is a stranger on its own floor"))
@@ -298,6 +301,17 @@ def tensors_of_no_device(module: Module) -> list[str]:
     ]
 
 
+def unpromised_imports(module: Module) -> list[str]:
+    """For packages beside this one: names that are neither public nor building blocks."""
+    found = []
+    for each in (one for one in imports_of(module) if one.target.split(".")[0] == "unisono"):
+        names = {"unisono": [*unisono.__all__, *unisono._MODULES]}.get(each.target)
+        is_open = f"{each.target}.".startswith(tuple(f"{one}." for one in (*OPEN[1:], RECORD)))
+        if (each.name or "").startswith("_") or not (is_open if names is None else each.name in names):
+            found.append(module.at(each.node, f"imports {each.target}.{each.name or '*'}, which may change"))
+    return found
+
+
 def undocumented_modules(module: Module) -> list[str]:
     return [] if ast.get_docstring(module.tree) else [f"{module.name} does not say what it is for"]
 
@@ -322,6 +336,25 @@ RULES: dict[str, Callable[[Module], list[str]]] = {
 def test_the_house_keeps_its_rule_that(rule):
     broken = [place for module in MODULES.values() for place in RULES[rule](module)]
     assert not broken, "\n".join([rule, *broken])
+
+
+def test_packages_beside_this_one_import_public_names_and_building_blocks():
+    assert BESIDE
+    assert [place for module in BESIDE for place in (*unpromised_imports(module), *undocumented_modules(module))] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import unisono",
+        "from unisono import training",
+        "def f():\n    from unisono.training.steps import Steps",
+        "from unisono.strategies import _HOMES",
+        "import_module('unisono.training.gradients')",
+    ],
+)
+def test_what_is_not_public_is_noticed_there(source):
+    assert unpromised_imports(Module("unisono_diloco.engine", ast.parse(source)))
 
 
 def test_every_part_has_a_floor():

@@ -34,10 +34,11 @@ from unisono.comm import preemption
 from unisono.devices import OWN
 from unisono.loading.sharding import Tail
 from unisono.tracking.libraries import LIBRARIES
-from unisono.training.strategies.strategy import STRATEGIES
+from unisono.training.strategies.lookup import OWN as STRATEGIES
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+FOLDERS = ("docs", "examples", "contrib")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for each in FOLDERS for page in (ROOT / each).rglob("*.md"))])
 
 ELSEWHERE = {
     "README.md": "test_quickstart.py",

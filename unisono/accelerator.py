@@ -33,7 +33,7 @@ from unisono.errors import NoWorldError
 from unisono.loading.device_iterator import DeviceIterator
 from unisono.loading.parallel_loader import DeviceLoader, LoaderOptions, ParallelLoader, check_num_workers
 from unisono.protocols import ReduceOp
-from unisono.strategies import Choice
+from unisono.strategies import Options
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
 from unisono.training.backward import Passes
 from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
@@ -60,9 +60,9 @@ from unisono.training.prepared.scheduler import Unit
 from unisono.training.rank_view import RankView
 from unisono.training.replay import in_scratch, replay_of
 from unisono.training.steps import Steps
+from unisono.training.strategies.lookup import options_of, strategy_class, strategy_in
 from unisono.training.strategies.sharded import gathered
 from unisono.training.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
-from unisono.training.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.world import World, current_world
 
 # What `prepare` returns behaves as what it was given.
@@ -101,9 +101,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             nothing; the last step of a loop uses the microbatches that remain.
         max_grad_norm: clip the gradient norm, over all parameters of an optimizer and all ranks, before each step.
         strategy: for processes: "ddp", "zero1" (shards the optimizer state) or "fsdp" (shards parameters and gradients
-            as well). "diloco", for slow networks: ranks step alone, and meet every few steps, which is not exact.
-            "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the process;
-            BatchNorm sees the global batch. `unisono.strategies` has a class for each, with its options.
+            as well). "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the
+            process; BatchNorm sees the global batch. `unisono.strategies` has a class for each, with its options.
+            Other installed packages add strategies, by names and options of their own.
         compile: compile the models; a mapping holds the arguments of `torch.compile`.
         seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
             first `prepare` with a model, each rank's generators continue from a seed of their own.
@@ -143,7 +143,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     Raises:
         TypeError, ValueError: an argument is out of range, or conflicts with another one.
-        ImportError: the library of a tracker is not installed.
+        ImportError: the library of a tracker, or the package of a strategy, is not installed.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         mixed_precision: Literal["no", "bf16", "fp16"] = "no",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
-        strategy: Literal["ddp", "zero1", "fsdp", "diloco", "spmd"] | Choice = "ddp",
+        strategy: str | Options = "ddp",
         compile: bool | Mapping[str, Any] = False,
         seed: int | None = None,
         *,
@@ -225,7 +225,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
         every = self.world.state.snapshot_every if snapshot_every is None else snapshot_every
         if every is not None:
-            check_snapshots(every, snapshots, self.world, options)
+            check_snapshots(every, snapshots, self.world, kind, options)
             self._states.keep_snapshots(every, snapshots)
 
     # A type checker knows what becomes of a model, an optimizer, a scheduler and a loader, in the usual orders.

@@ -5,25 +5,56 @@
     accelerator = Accelerator(strategy=FSDP(units=(Block,), reduce_dtype=torch.float32))
 
 They apply to processes whose devices torch's process groups support. In a world of one, and on threads, gradients are
-reduced in flat buckets, whatever is chosen but `DiLoCo`; `broadcast_buffers` applies there, too.
+reduced in flat buckets, whichever of these is chosen; `broadcast_buffers` applies there, too.
+
+Another package adds a strategy by an entry point (CONTRIBUTING.md, "A strategy"): subclasses of `Options`, and of
+`Strategy` and `Engine`, whose docstrings say what to override. `buckets` groups tensors that are sent together. These
+three are imported when they are first used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from unisono.arguments import check_choice, check_integer, check_type
+from unisono.arguments import check_integer, check_type
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from unisono.training.gradients import buckets as buckets
+    from unisono.training.strategies.engine import Engine as Engine
+    from unisono.training.strategies.strategy import Strategy as Strategy
+
 
 @dataclass(frozen=True)
-class DDP:
+class Options:
+    """The base class of all options: a frozen dataclass, which checks its fields, each with a default.
+
+    Attributes:
+        name: what `Accelerator(strategy=)` takes in place of the options; the name of the entry point.
+        strategy: the subclass of `Strategy`; or "package.module:Class", which only an Accelerator imports.
+    """
+
+    name: ClassVar[str]
+    strategy: ClassVar[str | type[Strategy]]
+
+    def __init_subclass__(cls) -> None:
+        if not (hasattr(cls, "name") and hasattr(cls, "strategy")):
+            raise TypeError(f"{cls.__qualname__} lacks what names it; give the class a name and a strategy")
+
+    @classmethod
+    def exact(cls) -> Self:
+        """The options with which it trains what one device trains: those that the contract tests."""
+        return cls()
+
+
+@dataclass(frozen=True)
+class DDP(Options):
     """torch's DistributedDataParallel: each rank has the whole model; gradients are reduced during the backward pass.
 
     Attributes:
@@ -41,7 +72,8 @@ class DDP:
         ValueError: the size is not positive, or the hook does not exist.
     """
 
-    name: ClassVar[str] = "ddp"
+    name = "ddp"
+    strategy = "unisono.training.strategies.ddp:DDPStrategy"
     find_unused_parameters: bool = False
     bucket_cap_mb: float = 25
     gradient_as_bucket_view: bool = False
@@ -65,13 +97,14 @@ class ZeRO1(DDP):
         per_parameter_optimizer: asserts that it treats each parameter independently of all others, as Muon does.
     """
 
-    name: ClassVar[str] = "zero1"
+    name = "zero1"
+    strategy = "unisono.training.strategies.zero1:ZeRO1Strategy"
     elementwise_optimizer: bool = False
     per_parameter_optimizer: bool = False
 
 
 @dataclass(frozen=True)
-class FSDP:
+class FSDP(Options):
     """torch's FSDP2: each rank keeps a shard of the parameters, the gradients and the optimizer's state.
 
     Attributes:
@@ -102,7 +135,8 @@ class FSDP:
         TypeError, ValueError: an option has the wrong type, or is too small.
     """
 
-    name: ClassVar[str] = "fsdp"
+    name = "fsdp"
+    strategy = "unisono.training.strategies.fsdp:FSDPStrategy"
     units: Sequence[type[nn.Module]] | None = None
     find_unused_parameters: bool = False
     param_dtype: torch.dtype | None = None
@@ -126,47 +160,17 @@ class FSDP:
 
 
 @dataclass(frozen=True)
-class DiLoCo:
-    """For slow networks: each rank steps on its own gradients, and the ranks meet every few steps, and at the end of a
-    loop over a loader. Not exact: the result depends on the number of ranks. In every world.
-
-    At a meeting, the mean over the ranks of how far their parameters have moved is the gradient of an outer step, SGD
-    with Nesterov momentum (arXiv:2311.08105), and its result the parameters of all; buffers are rank zero's. Each rank
-    keeps two more copies of the parameters.
-
-    Attributes:
-        every: the number of optimizer steps between meetings. Of several optimizers of a model, each has stepped then.
-        outer_lr, outer_momentum: of the outer step; 1 and 0 average the parameters.
-        sent_as: what is sent: "bf16"; "int8", with a scale for every 256 elements, to at most 31 ranks; or None,
-            float32, and float64 of such parameters. With "int8" the mean of an element is off by at most the largest
-            element among those on all ranks, divided by 2 * (127 // ranks).
-
-    Raises:
-        TypeError, ValueError: an option has the wrong type, or is out of range.
-    """
-
-    name: ClassVar[str] = "diloco"
-    every: int = 32
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    sent_as: Literal["bf16", "int8"] | None = None
-
-    def __post_init__(self) -> None:
-        check_integer(self.every, "every", 1, "pass a number of steps")
-        for name in ("outer_lr", "outer_momentum"):
-            check_type(getattr(self, name), name, "pass a number", int, float)
-        if not 0 < self.outer_lr < float("inf"):
-            raise ValueError(f"outer_lr={self.outer_lr} is no learning rate; pass a positive number, such as 0.7")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum={self.outer_momentum} is not in [0, 1); pass a number such as 0.9")
-        check_choice(self.sent_as, "sent_as", None, "bf16", "int8")
-
-
-@dataclass(frozen=True)
-class SPMD:
+class SPMD(Options):
     """For XLA in a plain script: one program, whose batches are spread over all devices of the process."""
 
-    name: ClassVar[str] = "spmd"
+    name = "spmd"
+    strategy = "unisono.training.strategies.strategy:SPMDStrategy"
 
 
-Choice = DDP | DiLoCo | FSDP | SPMD
+if not TYPE_CHECKING:  # what is above this module
+    _HOMES = {"Engine": "strategies.engine", "Strategy": "strategies.strategy", "buckets": "gradients"}
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(f"unisono.training.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'unisono.strategies' has no attribute {name!r}")

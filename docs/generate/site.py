@@ -35,6 +35,8 @@ COPIED = {
     "CHANGELOG.md": "project/changelog.md",
     "SECURITY.md": "project/security.md",
     "LICENSE": "project/license.md",
+    "contrib/unisono-diloco/README.md": "project/unisono-diloco.md",
+    "contrib/unisono-simulate/README.md": "project/unisono-simulate.md",
 }
 """Files of the repository that are pages, by where the site has them."""
 

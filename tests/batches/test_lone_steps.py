@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
-from unisono.strategies import DiLoCo
 
 ROWS = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
 TOLD = "the SGD steps again, and the ranks have exchanged nothing since its last step"
@@ -113,8 +112,8 @@ def test_an_accelerator_that_has_prepared_nothing_is_told_of(mode: Mode) -> None
 
 @pytest.mark.parametrize(
     "loop",
-    [by_hand, of_two_optimizers, prepared(), prepared(strategy=DiLoCo(every=4))],
-    ids=["by hand", "2", "ddp", "diloco"],
+    [by_hand, of_two_optimizers, prepared()],
+    ids=["by hand", "2", "ddp"],
 )
 def test_steps_that_are_reduced_pass_in_silence(mode: Mode, loop: Callable[[], None]) -> None:
     assert mode.run(lambda: said(loop)) == [[], []]

@@ -30,7 +30,6 @@ from unisono.checkpoint import snapshots
 from unisono.checkpoint.snapshot_memory import Content, SlotWriter, free_others, read_snapshots
 from unisono.errors import CheckpointError, StoppedError, WorkerDiedError
 from unisono.launch.held_memory import create_memory
-from unisono.strategies import DiLoCo
 
 EPOCHS = 2
 
@@ -765,12 +764,8 @@ def test_steps_on_data_of_no_prepared_loader_are_said_to_have_no_snapshot(caplog
 
 
 def test_ranks_that_cannot_have_snapshots_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    for mode, others, words in (
-        (THREADS_2, {}, "start processes"),
-        (PROCESSES_2, {"strategy": DiLoCo(every=2)}, "no state in common"),
-    ):
-        told = mode.told(lambda others=others: Accelerator(snapshot_every=1, **others), ValueError)
-        assert all(words in each for each in told)
+    told = THREADS_2.told(lambda: Accelerator(snapshot_every=1), ValueError)
+    assert all("start processes" in each for each in told)
     monkeypatch.setattr(snapshots, "memory_left", lambda: 1000)
     loop = Loop("unused", -1)
     with pytest.raises(MemoryError, match=r"snapshot_every=1 needs \d+ MiB .* 2 copies of the state, and 0 MiB"):

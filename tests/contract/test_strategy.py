@@ -1,6 +1,7 @@
 """The law of strategies: each of them, in each mode, trains the weights of one device with the whole batch.
 
-The last tests hold the suite itself to account: strategies that forget something must not pass it.
+Those of other installed packages are among them, with the options of `Options.exact()`; `-k foo` picks the one of that
+name. The last tests hold the suite itself to account: strategies that forget something must not pass it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from twin import (
 from unisono import Accelerator, rank
 from unisono import accelerator as facade
 from unisono.errors import CollectiveMismatchError
-from unisono.strategies import DiLoCo
 from unisono.training.strategies import ddp
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.strategy import STRATEGIES, Strategy, options_of
+from unisono.training.strategies.lookup import OWN, foreign, options_of, strategy_class
+from unisono.training.strategies.strategy import Strategy
 
+STRATEGIES = [*OWN, *foreign()]
 AMONG_PROCESSES = [name for name in STRATEGIES if name != "spmd"]  # which is one process with all devices
 PLACES = [
     (SOLO, "ddp"),
     (THREADS_2, "ddp"),
     (THREADS_3, "fsdp"),
-    (THREADS_3, "diloco"),
+    *((mode, name) for name in foreign() for mode in (SOLO, THREADS_3)),
     *((PROCESSES_2, name) for name in AMONG_PROCESSES),
 ]
 everywhere = pytest.mark.parametrize(("mode", "strategy"), PLACES, ids=[f"{mode}-{name}" for mode, name in PLACES])
@@ -54,8 +56,6 @@ pytestmark = [
     pytest.mark.every_mode,
 ]
 
-# By which the mean of what plain steps lead to is the step on the mean gradient; each rank keeps its own gradients.
-MEETS_AFTER_EACH_STEP = DiLoCo(every=1, outer_lr=1, outer_momentum=0)
 CASE = Case(samples=23, batch=3, accumulate=2)  # the last batch is uneven, and its step has one microbatch
 
 
@@ -70,7 +70,7 @@ class Training:
         optimizer: MakeOptimizer = sgd,
         **options: Any,
     ) -> None:
-        chosen = MEETS_AFTER_EACH_STEP if strategy == "diloco" else options_of(strategy)
+        chosen = options_of(strategy).exact()
         chosen = replace(chosen, **{name: each for name, each in options.items() if hasattr(chosen, name)})
         self.accelerator = Accelerator(strategy=chosen, gradient_accumulation_steps=accumulate)
         made = network(rank())
@@ -218,6 +218,7 @@ LAWS: list[tuple[Callable[[str], State], Callable[[Mode], State]]] = [
     (skip_what_nothing_counts_in, begun_by_one),
     (begin_anew_after_a_failure, trained_by_one),
 ]
+OF_ALL_GRADIENTS = (leave_final_gradients, clip_by_the_norm_of_all)
 
 
 @everywhere
@@ -225,7 +226,7 @@ LAWS: list[tuple[Callable[[str], State], Callable[[Mode], State]]] = [
 def test_it_does_what_one_device_does(
     mode: Mode, strategy: str, act: Callable[[str], State], expect: Callable[[Mode], State]
 ) -> None:
-    if strategy == "diloco" and act in (leave_final_gradients, clip_by_the_norm_of_all):
+    if act in OF_ALL_GRADIENTS and not strategy_class(options_of(strategy)).shares_state:
         pytest.skip("gradients are each rank's own")
     first, *_ = mode.run(lambda: act(strategy))
     assert_all_are([first], expect(mode))
@@ -381,7 +382,7 @@ def test_no_optimizer_steps_on_gradients_of_one_rank(mode: Mode, strategy: str) 
 @everywhere
 def test_what_it_refuses_it_refuses_before_anything_has_changed(mode: Mode, strategy: str) -> None:
     def body() -> None:
-        accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
+        accelerator, network = Accelerator(strategy=strategy), model()
         before = {name: each.clone() for name, each in network.state_dict().items()}
         optimizer = sgd(network.parameters())
         with pytest.raises(TypeError, match="cannot be prepared"):
@@ -391,10 +392,6 @@ def test_what_it_refuses_it_refuses_before_anything_has_changed(mode: Mode, stra
         network, optimizer = accelerator.prepare(network, optimizer)  # they can be prepared still
 
     mode.run(body)
-
-
-def test_every_strategy_of_several_processes_stands_under_the_law() -> None:
-    assert {name for mode, name in PLACES if mode is PROCESSES_2} == set(STRATEGIES) - {"spmd"}
 
 
 # Strategies that forget something.
@@ -415,7 +412,7 @@ class ForgetsToReduce(Engine):
 class ReducesTheMean(Engine):
     def complete_reduction(self) -> None:
         for each in self.members.trained():
-            self._world.comm.all_reduce(each.grad, "mean")
+            self.world.comm.all_reduce(each.grad, "mean")
 
 
 class ReducesTwice(Engine):

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator
-from unisono.strategies import FSDP, Choice, ZeRO1
+from unisono.strategies import FSDP, Options, ZeRO1
 
 Make = Callable[[nn.Sequential], torch.optim.Optimizer]
 
@@ -53,7 +53,7 @@ def alone(make: Make) -> dict[str, torch.Tensor]:
     return network.state_dict()
 
 
-def weights(strategies: list[Choice], make: Make) -> list[dict[str, torch.Tensor]]:
+def weights(strategies: list[str | Options], make: Make) -> list[dict[str, torch.Tensor]]:
     """Those that each strategy trains, with the batches of the plain loop."""
     found = []
     for strategy in strategies:
@@ -76,7 +76,7 @@ def weights(strategies: list[Choice], make: Make) -> list[dict[str, torch.Tensor
 )
 def test_an_optimizer_of_another_package_steps_as_on_one_device(package: str, make: Make, option: Any) -> None:
     pytest.importorskip(package)
-    strategies: list[Choice] = ["ddp", ZeRO1(**option), FSDP(**option)]
+    strategies: list[str | Options] = ["ddp", ZeRO1(**option), FSDP(**option)]
     (one,) = weights(["ddp"], make)
     torch.testing.assert_close(one, alone(make), rtol=0, atol=2e-3)  # Muon multiplies in bf16
     for each in on(2, lambda: weights(strategies, make)):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import argparse
 
-COMMANDS = ("run", "doctor", "checkpoint", "report", "compare", "replay", "top", "warm", "simulate")
+COMMANDS = ("run", "doctor", "checkpoint", "report", "compare", "replay", "top", "warm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,8 +43,10 @@ from unisono.training.losses import LossWatch, warn_of_unprepared
 from unisono.training.machine import Visit
 from unisono.training.rules import COLLECTING
 from unisono.training.steps import Steps
-from unisono.training.strategies.engine import Engine, WeakList, is_left_at, weak_method
+from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.leaf_hooks import is_left_at
 from unisono.training.strategies.sharded import is_distributed
+from unisono.training.strategies.weak import WeakList, weak_method
 from unisono.tree import tensors
 
 logger = logging.getLogger(__name__)

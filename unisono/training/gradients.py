@@ -9,7 +9,8 @@ memory: reading them from a bucket would wait for the whole backward pass. Spars
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -20,12 +21,19 @@ from unisono.world import World
 BUCKET_BYTES = 64 * 2**20  # large enough to be bandwidth-bound, small enough not to double a model's memory
 
 
-def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, factor: float, place: str) -> None:
+def reduce_gradients(
+    parameters: Sequence[torch.Tensor],
+    world: World,
+    factor: float,
+    place: str,
+    add_up: Callable[[torch.Tensor], Any] | None = None,
+) -> None:
     """Replace the gradients, in place, by the sum over the ranks of factor times gradient.
 
     Args:
         parameters: the same ones in the same order on each rank.
         place: the position of this rank in its loop, in words that are equal on all ranks in lock-step.
+        add_up: replaces a vector by its sum over the ranks; None is the communicator's `all_reduce`.
 
     Raises:
         CollectiveMismatchError: the ranks are at different positions.
@@ -45,7 +53,7 @@ def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, factor: f
         notes = []
     for bucket in buckets(parameters):
         flat = _flatten(bucket, factor, notes)
-        world.comm.all_reduce(flat)
+        (add_up or world.comm.all_reduce)(flat)
         if notes:
             present = _ids_with_gradient(flat[-len(notes) :], parameters)
             flat, notes = flat[: -len(notes)], []

@@ -210,13 +210,6 @@ def test_replicas_that_share_one_are_refused() -> None:
         THREADS_2.run(lambda: (accelerator := Accelerator()).prepare(shared) is accelerator.wait_for_everyone())
 
 
-def test_under_diloco_they_are_parameters_of_modules() -> None:
-    with pytest.raises(TypeError, match="make it one of a module, or use strategy='ddp'"):
-        Accelerator(strategy="diloco").prepare(bare(1.0))
-    Accelerator(strategy="diloco").prepare(Criterion())
-    Accelerator(strategy="ddp").prepare(bare(1.0))
-
-
 # Left out of `prepare`.
 
 

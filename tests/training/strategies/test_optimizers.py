@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from twin import Plain, State, assert_all_are, loader_of, mean_loss, model, sgd
 
 from unisono import Accelerator
-from unisono.strategies import DDP, FSDP, Choice, ZeRO1
+from unisono.strategies import DDP, FSDP, Options, ZeRO1
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
@@ -149,7 +149,7 @@ NOT_SEEN = {
 }
 
 
-def _chosen(strategy: str) -> Choice:
+def _chosen(strategy: str) -> Options:
     kinds = {"ddp": DDP(), "zero1": ZeRO1(elementwise_optimizer=True), "fsdp": FSDP(elementwise_optimizer=True)}
     return kinds[strategy]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, current_world
-from unisono.strategies import DDP, FSDP, Choice, ZeRO1
+from unisono.strategies import DDP, FSDP, Options, ZeRO1
 from unisono.training.strategies.whole_steps import _Exchange, _Form
 
 
@@ -60,7 +60,7 @@ class Layers(nn.Module):
         return found
 
 
-SHARDED: list[Choice] = [
+SHARDED: list[Options] = [
     FSDP(per_parameter_optimizer=True, units=[nn.Linear], find_unused_parameters=True),
     ZeRO1(per_parameter_optimizer=True),
 ]
@@ -83,7 +83,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> None:
 
 @pytest.mark.parametrize("strategy", SHARDED, ids=lambda each: each.name)
 @pytest.mark.parametrize("make", [Orthogonal, torch.optim.Adafactor])
-def test_a_step_has_the_bits_of_one_device(strategy: Choice, make: Any) -> None:
+def test_a_step_has_the_bits_of_one_device(strategy: Options, make: Any) -> None:
     def body() -> str:
         held = begin(strategy, make)
         for _ in range(2):

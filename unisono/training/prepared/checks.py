@@ -15,7 +15,7 @@ from unisono.arguments import check_choice, check_integer, check_type
 from unisono.batches.virtual_ranks import VirtualRanks, virtual_of
 from unisono.devices import CPU, resolve_device
 from unisono.protocols import Backend, Feature
-from unisono.strategies import DDP, FSDP, Choice
+from unisono.strategies import DDP, FSDP, Options
 from unisono.torch_private import set_lru_cache
 from unisono.training.prepared.scheduler import Unit
 from unisono.training.strategies.strategy import Strategy
@@ -24,7 +24,7 @@ from unisono.world import World, solo_world
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_features(world: World, strategy: type[Strategy], options: Choice, precision: str, compile: Any) -> None:
+def check_features(world: World, strategy: type[Strategy], options: Options, precision: str, compile: Any) -> None:
     """Refuse features that the world's devices do not support.
 
     Raises:
@@ -32,7 +32,7 @@ def check_features(world: World, strategy: type[Strategy], options: Choice, prec
     """
     hook = options.comm_hook if isinstance(options, DDP) else None
     asked: dict[str, tuple[Feature, bool]] = {
-        f"strategy={strategy.name!r}": ("process_group", world.is_of_processes and strategy.is_needed),
+        f"strategy={options.name!r}": ("process_group", world.is_of_processes and strategy.is_needed),
         f"comm_hook={hook!r}": ("process_group", world.is_of_processes and hook is not None),
         f"mixed_precision={precision!r}": ("fp16", precision == "fp16"),
         "compile": ("compile", compile is not False),
@@ -114,14 +114,14 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"scaler_options have no {unknown[0]!r}; torch's GradScaler takes {', '.join(known)}")
 
 
-def _is_plain(options: Choice) -> bool:
+def _is_plain(options: Options) -> bool:
     if isinstance(options, FSDP):
         dtypes = options.param_dtype, options.reduce_dtype, options.output_dtype
         return options.replicas == 1 and not options.offload and options.broadcast_buffers and not any(dtypes)
     return isinstance(options, DDP) and options.comm_hook is None and options.broadcast_buffers
 
 
-def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> VirtualRanks:
+def check_virtual(given: Mapping[str, Any], world: World, options: Options) -> VirtualRanks:
     """Check `virtual_ranks`, and that the other arguments fit it; returns those that this rank carries.
 
     Raises:
@@ -154,11 +154,11 @@ def check_virtual(given: Mapping[str, Any], world: World, options: Choice) -> Vi
     return VirtualRanks.carried_by(world.rank, world.world_size, given["virtual_ranks"])
 
 
-def check_snapshots(every: int, kept: int, world: World, options: Choice) -> None:
+def check_snapshots(every: int, kept: int, world: World, strategy: type[Strategy], options: Options) -> None:
     """Check `snapshot_every` and `snapshots`, and that they fit the ranks; raises as `check_arguments`."""
     check_integer(kept, "snapshots", 1)
     check_integer(every, "snapshot_every", 1, "pass a number of optimizer steps, or None")
-    if options.name in ("diloco", "spmd"):
+    if not strategy.shares_state:
         raise ValueError(
             f"snapshot_every={every} does not go with strategy={options.name!r}, whose ranks have no state in common "
             "after each step; leave it out"

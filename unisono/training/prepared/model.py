@@ -134,7 +134,7 @@ class PreparedModel(nn.Module):
             )
         if engine.is_local:
             raise ValueError(
-                f"the {engine.name} steps locally already, in a LocalSGD block or under strategy='diloco'; leave this "
+                f"the {engine.name} steps locally already, in a LocalSGD block or under its strategy; leave this "
                 "block out"
             )
         engine.is_local = True

@@ -29,8 +29,9 @@ from unisono.training.prepared.scheduler import PreparedScheduler, Unit
 from unisono.training.prepared.step_checks import release_engines_of, watch
 from unisono.training.prepared.stepper import Stepper
 from unisono.training.strategies.bare_parameter import BareParameter
-from unisono.training.strategies.engine import Engine, WeakList, weak_method
+from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import clip_grad_norm, is_distributed, sharded_like
+from unisono.training.strategies.weak import WeakList, weak_method
 from unisono.tree import tree_map
 
 T = TypeVar("T")

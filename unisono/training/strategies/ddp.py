@@ -45,7 +45,8 @@ from unisono.training.agreement import broadcast_together
 from unisono.training.gradients import is_sparse, scale_in_place
 from unisono.training.parameter_names import listed
 from unisono.training.steps import Steps
-from unisono.training.strategies.engine import Engine, is_left_at
+from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.leaf_hooks import is_left_at
 from unisono.training.strategies.strategy import Strategy
 from unisono.tree import tensors, tree_map
 from unisono.world import World
@@ -62,7 +63,6 @@ _FORWARD_PASSES = 16  # the most that one backward pass may use, with find_unuse
 class DDPStrategy(Strategy):
     """The strategy for a world of processes."""
 
-    name = "ddp"
     is_of_torch = True
 
     def wrap_model(self, module: nn.Module) -> Engine:
@@ -98,12 +98,12 @@ class DDPEngine(Engine):
             **_SYNCS_NO_BUFFERS,
         )
         if fills and "broadcast_buffers" in _SYNCS_NO_BUFFERS:  # of an older torch, which sends no first values either
-            broadcast_together([*self.module.buffers()], self._world)
+            broadcast_together([*self.module.buffers()], self.world)
         self._sparse.update(dict.fromkeys(self._replicated.sparse))
         push_rebuilt_parameters(self._replicated.reducer)
         rebuild_buckets(self._replicated.reducer)  # the final ones; with find_unused_parameters torch keeps the first
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
-        attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self._world.timeline)
+        attach_hook(self._replicated, options.comm_hook, self.steps.factor, self._unsent.clear, self.world.timeline)
 
     def adapt_to_trained(self) -> None:
         if any(each.requires_grad for each in self.module.parameters()):
@@ -149,7 +149,7 @@ class DDPEngine(Engine):
         self._is_late = reduces and (is_late or (self._finds_unused and self._may_misread(outputs)))
         if reduces and not self._is_late:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
-            self._world.comm.announce(f"the gradients of {self.agreement.place()}")
+            self.world.comm.announce(f"the gradients of {self.agreement.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
             # waits for all.
             self._replicated.reducer.prepare_for_backward(outputs)
@@ -323,6 +323,3 @@ def failed_before(model: str) -> str:
         "cannot be resumed, and other ranks may be waiting in it; let the error end the run, or restart on all ranks: "
         "accelerator.free_memory(), and prepare() (under strategy='fsdp' a new model)"
     )
-
-
-strategy_class = DDPStrategy

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
-from weakref import ref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.report.timeline import REDUCE
-from unisono.torch_private import will_engine_execute_node
 from unisono.training.compilation import compilable
 from unisono.training.gradients import reduce_gradients, scale_gradients
 from unisono.training.machine import Visit
@@ -25,9 +22,6 @@ from unisono.training.strategies.model_agreement import ModelAgreement
 from unisono.training.strategies.sharded import holds_any
 from unisono.training.strategies.trainers import Trainer, Trainers
 from unisono.world import World
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class ModelPasses:
@@ -51,21 +45,37 @@ class ModelPasses:
 class Engine:
     """Runs the module unchanged, and reduces its gradients in flat buckets after the backward pass.
 
-    A strategy overrides what differs in it: `run`, the forward pass; `prepare_reduction` before the first gradient of a
-    pass arrives, and `complete_reduction` when it has ended; `reduce_late` for what comes later; `adapt_to_trained`,
-    `after_step`, `equalize_ranks`; `state` and `load_state`; and, where the parameters are not whole, `leaves`,
-    `named_leaves`, `reduced`, `refresh`, `reduce`, `reduce_assigned`, `note_other_pass` and `note_zeros`.
+    A strategy of another package may override these methods. But for `run`, all ranks call them in the same order.
+
+    - `run`, the forward pass. It returns what the module returns.
+    - `add_up(flat)`, the reduction of a bucket. The vector becomes, in place, its sum over the ranks, the same bits on
+      all of them. It holds gradients that are multiplied by the rank's weight already.
+    - `reduce_late(parameters)`, the reduction of all that `with_gradients()` returns, or of those that are given. Each
+      `.grad` becomes the sum over the ranks of `steps.factor() * grad`. None counts as zeros, and so does what is
+      multiplied by a factor of 0, NaN included.
+    - `prepare_reduction(reduces)` comes before the first gradient of a backward pass arrives, and
+      `complete_reduction()` when a reducing pass has ended: for reductions during the pass. `.grad` is final after it.
+    - `adapt_to_trained()`: parameters were frozen or unfrozen.
+    - `add_trainer(optimizer)`: an optimizer trains the parameters. Call the base method, and return its result.
+    - `after_step(optimizer)`: it has stepped. The base method shares buffers and compares the ranks.
+    - `equalize_ranks(saves)`: a state is about to be saved or loaded. All ranks have the same parameters after it.
+    - `state()` and `load_state(state)`: what a rank keeps from step to step beside parameters and optimizers.
+
+    An engine whose parameters are not whole has to override more, as `FSDPEngine` does: `leaves`, `named_leaves`,
+    `reduced`, `refresh`, `reduce`, `reduce_assigned`, `note_other_pass` and `note_zeros`.
 
     Attributes:
+        module, world, steps: what it was made with; `world.comm` has the collectives.
+        name: the name of the module's class.
+        members: `trained()` and `buffers()` return the parameters that require gradients, and the buffers.
+        trainers: the optimizers of its parameters; `optimizers()` returns them.
+        agreement: whether all ranks have the same of it; `share_buffers()` gives all of them rank zero's.
+        is_local: whether steps use this rank's own gradients, and the ranks' parameters differ until they are averaged.
         gathers: whether the module's parameters are whole only while it runs.
         is_called: whether the module is, so that its outputs show the passes through it.
-        name: the name of the module's class.
         hooks: those at its leaves.
         passes: what `Passes` knows of the passes through it.
-        trainers: the optimizers of its parameters.
-        agreement: whether all ranks have the same of it.
         replaced: the parameters that the module had before it was prepared, if it has others now.
-        is_local: whether steps use this rank's own gradients, and the ranks' parameters differ until they are averaged.
     """
 
     gathers: ClassVar[bool] = False
@@ -82,7 +92,7 @@ class Engine:
         self.agreement = ModelAgreement(module, self.members, self.trainers, world, steps)
         self.is_local = False
         self.replaced = WeakTensorKeyDictionary()
-        self._world, self._steps = world, steps
+        self.world, self.steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._trained = self.members.trained()  # in the last forward pass
@@ -108,11 +118,11 @@ class Engine:
             if self.gradients.is_current:
                 self._left += self._trained
             self._trained = trained
-            if self._world.comm.size > 1:
+            if self.world.comm.size > 1:
                 if new := [each for each in trained if each not in self._known]:
                     self._refuse_added(new)
-                self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
-                self._world.comm.barrier()  # names the ranks, if only some have detected a change
+                self.world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
+                self.world.comm.barrier()  # names the ranks, if only some have detected a change
                 self.adapt_to_trained()
                 self.count_leaves()
 
@@ -151,18 +161,18 @@ class Engine:
 
     def begin_pass(self, reduces: bool, visit: Visit) -> None:
         """Record that a backward pass of that visit has reached the model, and whether it ends a step."""
-        if torch.is_grad_enabled() and self._world.comm.size > 1:
+        if torch.is_grad_enabled() and self.world.comm.size > 1:
             raise RuntimeError(
-                f"backward(create_graph=True) through the {self.name}: the gradients of {self._world.comm.size} ranks "
+                f"backward(create_graph=True) through the {self.name}: the gradients of {self.world.comm.size} ranks "
                 "are added, outside any graph; get what is to be differentiated again from torch.autograd.grad(..., "
                 "create_graph=True), and call backward() on a loss of it"
             )
-        steps, size = self._steps, self._world.comm.size
+        steps, size = self.steps, self.world.comm.size
         held, reduced_by = self.gradients, self.gradients.reduced_by
         is_mean = steps.step.policy.is_mean
         if is_mean and held.step is not None and not held.is_current:
             # Gradients that the user has zeroed by hand are of no step.
-            if held.is_own or holds_any(self.reduced(), self._world):
+            if held.is_own or holds_any(self.reduced(), self.world):
                 self.refuse_earlier()
         elif is_mean and reduced_by:
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
@@ -210,7 +220,7 @@ class Engine:
     def rescale_to_step(self) -> None:
         """Have `.grad` be that of the step, after a pass by which it became final, or larger, and which has not reduced
         the gradients of this model. A collective."""
-        held, factor = self.gradients, self._steps.factor()
+        held, factor = self.gradients, self.steps.factor()
         if not held.is_current or held.is_changed():
             return  # nothing of the step; or it is refused when the optimizer steps
         if held.is_own and not self.gathers:  # which reduces in a pass only
@@ -220,30 +230,34 @@ class Engine:
             held.note_reduction(factor)
 
     def _reduce_with(self, reduce: Callable[[], None]) -> None:
-        factor = self._steps.factor()
-        if factor == self._world.comm.size == 1:
+        factor = self.steps.factor()
+        if factor == self.world.comm.size == 1:
             pass
         elif self.is_local:
             # No sum over the ranks follows, so the factor is without 1 / R.
-            scale_gradients(self.with_gradients(), factor * self._world.comm.size)
+            scale_gradients(self.with_gradients(), factor * self.world.comm.size)
         else:
             reduce()
         self.gradients.note_reduction(factor)
 
     def reduce_assigned(self, part: float) -> None:
         """Reduce gradients that were assigned, of a batch of which this rank has that part."""
-        self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.agreement.place()}")
+        self.world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.agreement.place()}")
         scale_gradients(self.members.trained(), part)
         self.gradients.note_pass()
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Reduce the gradients of these parameters together; None means all trained parameters."""
-        track = self._world.timeline.loop_in_backward(all(each.is_cpu for each in self.members.trained()[:1]))
+        track = self.world.timeline.loop_in_backward(all(each.is_cpu for each in self.members.trained()[:1]))
         with nullcontext() if track is None else track.span(REDUCE):
             self.agreement.check(self._trained)
             reduced = self.with_gradients() if parameters is None else parameters
-            reduce_gradients(reduced, self._world, self._steps.factor(), self.agreement.place())
+            reduce_gradients(reduced, self.world, self.steps.factor(), self.agreement.place(), self.add_up)
+
+    def add_up(self, flat: torch.Tensor) -> None:
+        """Replace a vector of weighted gradients by its sum over the ranks, in place. A collective."""
+        self.world.comm.all_reduce(flat)
 
     def with_gradients(self) -> list[torch.Tensor]:
         """The parameters that require gradients, and those that were frozen with a gradient on some rank."""
@@ -283,10 +297,10 @@ class Engine:
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
         """Whether `.grad` holds gradients that no backward pass has left since that optimizer's last step."""
-        if self._world.comm.size == 1:
+        if self.world.comm.size == 1:
             return False
         held = self.gradients
-        has_stepped = held.step is not None and self._steps.stepped_at(optimizer) > held.at
+        has_stepped = held.step is not None and self.steps.stepped_at(optimizer) > held.at
         if held.step is not None and not has_stepped and not (held.known and held.is_changed()):
             return False
         return any(each.grad is not None for each in self.members.trained())
@@ -299,29 +313,54 @@ class Engine:
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         if self.trainers[-1].optimizer() is not optimizer:
             self.add_trainer(optimizer)
-        self._steps.take_step(optimizer)
+        self.steps.take_step(optimizer)
         self.gradients.known = self.agreement.before_load = None
         self._left.clear()
         self.passes.may_bypass = False
         self.passes.graphs.clear()
-        if self.hooks.scaling and not self._steps.policy.is_mean:
+        if self.hooks.scaling and not self.steps.policy.is_mean:
             self.hooks.stop_scaling()  # they were for an uneven batch, or a differentiated gradient
 
     def step_unprepared(self, optimizer: Optimizer) -> None:
         """Record that an optimizer steps that was not prepared, so that no stepper notes it. A collective."""
         if self.agreement.before_load is not None:
             self.agreement.announce_load()
-        self._steps.request(optimizer)
+        self.steps.request(optimizer)
         self.note_step(optimizer)
         self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after the optimizer has stepped, on all ranks. A collective."""
         if self.agreement.count_step():
-            self._world.comm.announce(f"the end of {self._steps.step.place()}")
+            self.world.comm.announce(f"the end of {self.steps.step.place()}")
             self._compare()
         if self._shares_buffers and not self.is_local and self.members.has_buffers():
             self.agreement.share_buffers()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether `free_memory` has released the model."""
+        return self.hooks.is_removed
+
+    def is_at_end_of_loop(self) -> bool:
+        """Whether the last batch of the current step is the last one of its loop over a loader."""
+        batch = self.steps.step.last
+        return batch is not None and batch.is_last()
+
+    @contextmanager
+    def meet(self, purpose: str) -> Iterator[None]:
+        """A block of collectives, outside a backward pass. Where ranks differ in the purpose, an error names two. Its
+        time counts as reduction."""
+        with self.world.timeline.loop().span(REDUCE):
+            self.world.comm.announce(f"{purpose} of the {self.name} at {self.agreement.place()}")
+            yield
+
+    def share_optimizer_states(self) -> None:
+        """Give all ranks the states of rank zero's optimizers. A collective."""
+        from unisono.training.strategies.states import load_optimizer_state  # which imports this module
+
+        for each in self.trainers.optimizers() if self.world.comm.size > 1 else ():
+            load_optimizer_state(each, each.state_dict(), self.world)
 
     def reduced(self) -> list[torch.Tensor]:
         """The parameters that hold reduced gradients, in a backward pass."""
@@ -334,36 +373,3 @@ class Engine:
     def named_leaves(self) -> dict[str, torch.Tensor]:
         """The tensors that `leaves` returns, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-
-
-class WeakList(list[ref[_T]]):
-    """Objects that are held weakly, in order; a call returns those that are alive. (To iterate over a WeakKeyDictionary
-    takes a microsecond more, in each step.)"""
-
-    def add(self, each: _T) -> None:
-        self[:] = [*(known for known in self if known() is not None), ref(each)]
-
-    def __call__(self) -> list[_T]:
-        return [found for each in self if (found := each()) is not None]
-
-
-def weak_method(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A method as a callback for torch, whose references the garbage collector does not see: it returns None when its
-    object is gone."""
-    bound: Any = method
-    held, function = ref(bound.__self__), bound.__func__
-
-    def weak(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        found = held()
-        return None if found is None else function(found, *args, **kwargs)  # type: ignore[return-value]
-
-    return weak
-
-
-def is_left_at(leaf: torch.Tensor) -> bool | None:
-    """Whether the running backward pass accumulates a gradient in this leaf's `.grad`; None if it is
-    `torch.autograd.grad` with respect to leaves that include this one."""
-    try:
-        return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
-    except (RuntimeError, AttributeError):  # torch refuses the query for such a leaf; in torch.func.grad
-        return None

@@ -32,7 +32,8 @@ from unisono.training.parameter_names import listed
 from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.ddp import failed_before
-from unisono.training.strategies.engine import Engine, is_left_at, weak_method
+from unisono.training.strategies.engine import Engine
+from unisono.training.strategies.leaf_hooks import is_left_at
 from unisono.training.strategies.sharded import (
     Rebinding,
     any_whole_gradient,
@@ -46,6 +47,7 @@ from unisono.training.strategies.sharded import (
     whole_parameters,
 )
 from unisono.training.strategies.strategy import Strategy, check_divisible, kind_of, takes_whole_parameters
+from unisono.training.strategies.weak import weak_method
 from unisono.tree import tensors, tree_map
 from unisono.world import World
 
@@ -53,7 +55,6 @@ from unisono.world import World
 class FSDPStrategy(Strategy):
     """The strategy for a world of processes."""
 
-    name = "fsdp"
     is_of_torch = is_needed = fills = True
 
     def check(self, each: nn.Module | Optimizer) -> None:
@@ -158,7 +159,7 @@ class FSDPEngine(Engine):
             result = call(*args, **kwargs)
         except BaseException as error:
             self._abandon_forward()
-            raise_translated(error, self._world.comm)
+            raise_translated(error, self.world.comm)
             raise
         finally:
             self._is_running = outer
@@ -172,7 +173,7 @@ class FSDPEngine(Engine):
         text = f"{f'{method}()' if method else 'a forward pass'} of the {name}"
         if not torch.is_grad_enabled():
             text += " without gradients (strategy='fsdp' gathers its parameters from all ranks)"
-        self._world.comm.announce(text)
+        self.world.comm.announce(text)
 
     @disable_dynamo
     def _announce_unit(self, unit: nn.Module, _: Any) -> None:
@@ -237,7 +238,7 @@ class FSDPEngine(Engine):
 
     def _arrive_at_part(self, gradient: torch.Tensor) -> None:
         """Refuse a penalty on the parameters, complete on every rank, which would count in each microbatch."""
-        policy = self._steps.step.policy
+        policy = self.steps.step.policy
         if policy.is_mean and is_distributed(gradient):  # else of the whole parameter
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
@@ -265,7 +266,7 @@ class FSDPEngine(Engine):
         return [each for each in self._whole if each.requires_grad]
 
     def named_leaves(self) -> dict[str, torch.Tensor]:
-        self._world.comm.announce(f"the gradients that the {self.name} holds")
+        self.world.comm.announce(f"the gradients that the {self.name} holds")
         found = named_whole_parameters(self._sharded)
         return {name: each for name, each in found.items() if each.requires_grad}
 
@@ -289,7 +290,7 @@ class FSDPEngine(Engine):
         # Each output calls this, and the pass is announced once.
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
-            self._world.comm.announce(f"a backward pass of the {self.name}")
+            self.world.comm.announce(f"a backward pass of the {self.name}")
 
     def prepare_reduction(self, reduces: bool) -> None:
         if self._is_reducing:
@@ -303,10 +304,10 @@ class FSDPEngine(Engine):
         self._is_reducing = reduces
         self._take_flags()
         self._refuse_written()
-        self._world.comm.announce(f"the backward pass of {self.agreement.place()}{self._lacks(reduces)}")
+        self.world.comm.announce(f"the backward pass of {self.agreement.place()}{self._lacks(reduces)}")
         self._sharded.set_requires_gradient_sync(reduces)
         if reduces:
-            scale_sums(self._units, self._steps.factor())
+            scale_sums(self._units, self.steps.factor())
             self._had_gradient = [each.grad is not None for each in self._parts]
         if self._used is not None:
             for place, whole in enumerate(self._whole):
@@ -363,7 +364,7 @@ class FSDPEngine(Engine):
         """Leave parameters that no rank has used without a gradient, as on one device: FSDP2 gives them zeros, by which
         momentum and weight decay would change them. A collective."""
         flags = torch.tensor([place in used for place in range(len(self._whole))], device=HOST, dtype=torch.float32)
-        flags = self._world.comm.all_reduce(flags, "max")
+        flags = self.world.comm.all_reduce(flags, "max")
         used.clear()
         for part, had, is_used in zip(self._parts, self._had_gradient, flags.tolist(), strict=True):
             if not had and not is_used:
@@ -423,6 +424,3 @@ def _without_base(leaf: Any) -> Any:
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:
     return [each for each in tensors(values) if each.requires_grad]
-
-
-strategy_class = FSDPStrategy

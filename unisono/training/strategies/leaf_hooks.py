@@ -12,7 +12,10 @@ from operator import call, length_hint
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from unisono.torch_private import will_engine_execute_node
 
 
 class Arrivals:
@@ -101,3 +104,12 @@ class LeafHooks:
         self.stop_scaling()
         while self._counting:
             self._counting.popitem()[1].remove()
+
+
+def is_left_at(leaf: torch.Tensor) -> bool | None:
+    """Whether the running backward pass accumulates a gradient in this leaf's `.grad`; None if it is
+    `torch.autograd.grad` with respect to leaves that include this one."""
+    try:
+        return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
+    except (RuntimeError, AttributeError):  # torch refuses the query for such a leaf; in torch.func.grad
+        return None

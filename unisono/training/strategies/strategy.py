@@ -1,6 +1,5 @@
 """Strategy: determines how gradients are reduced, and what each rank keeps of prepared models and optimizers.
 
-Those over torch's engines are modules of their names, imported on demand, that end with `strategy_class = ...`.
 tests/contract/test_strategy.py runs the same tests for each of them.
 """
 
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -17,9 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from unisono.arguments import check_choice, check_type
 from unisono.protocols import Backend
-from unisono.strategies import DDP, FSDP, SPMD, Choice, DiLoCo, ZeRO1
+from unisono.strategies import FSDP, ZeRO1
 from unisono.training.agreement import broadcast_parameters
 from unisono.training.meta_modules import check_fillable
 from unisono.training.steps import Steps
@@ -27,9 +24,6 @@ from unisono.training.strategies.bare_parameter import BareParameter, ParameterE
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import loaded_class
 from unisono.world import World
-
-STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, DiLoCo, FSDP, SPMD, ZeRO1)}
-"""Options by strategy name."""
 
 given_up: WeakSet[Optimizer] = WeakSet()
 """Optimizers of users whose state zero1 has divided among the ranks: they have none themselves."""
@@ -39,19 +33,32 @@ class Strategy:
     """Wraps models and optimizers so that all ranks train the same model.
 
     This one reduces gradients in flat buckets after the backward pass: in a world of one, among threads, and on devices
-    that process groups do not support. The others are derived from it.
+    that process groups do not support. The others are derived from it. One of another package may override:
+
+    - `check_world`, `check` and `check_divisible`: what it refuses. They change nothing, and name a way out.
+    - `engine_of(module)`, which returns an `Engine` of its own. The module has the parameters of rank zero already.
+    - `wrap_optimizer` and `step_of`: an optimizer in place of the user's, or another function that steps for it.
+
+    It is created once per Accelerator and rank, with that rank's world. tests/contract/test_strategy.py says what each
+    has to keep: the weights of one device after each epoch, final gradients after a step's last backward pass, a
+    resumed run with the same bits.
 
     Attributes:
+        world, steps, options: what it was made with.
         is_of_torch: whether it uses one of torch's engines, which need several processes; elsewhere the plain strategy
             is used.
         is_needed: whether no other strategy may replace it in a world of processes.
         fills: whether `wrap_model` accepts a model on the device "meta".
+        takes_parameters: whether it trains parameters that `prepare` gets by themselves.
+        shares_state: whether all ranks are in one state after each step, and have the gradients of all before it. If
+            not, there are no snapshots.
     """
 
-    name: ClassVar[str] = "flat"
     is_of_torch: ClassVar[bool] = False
     is_needed: ClassVar[bool] = False
     fills: ClassVar[bool] = False
+    takes_parameters: ClassVar[bool] = True
+    shares_state: ClassVar[bool] = True
 
     def __init__(self, world: World, steps: Steps, options: Any) -> None:
         self.world, self.steps, self.options = world, steps, options
@@ -67,6 +74,11 @@ class Strategy:
     def check(self, each: nn.Module | Optimizer) -> None:
         """Check that a model or an optimizer is supported, before anything is changed; else TypeError, ValueError."""
         if isinstance(each, nn.Module):
+            if isinstance(each, BareParameter) and not self.takes_parameters:
+                raise TypeError(
+                    f"strategy={self.options.name!r} trains the parameters of modules, and a parameter was given to "
+                    "prepare() by itself; make it one of a module, or use strategy='ddp'"
+                )
             _check_plain(each)
             check_fillable(each)
             if self.steps.parts > 1:
@@ -105,34 +117,6 @@ class Strategy:
     def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
         """What steps for this optimizer, usually its own method."""
         return optimizer.step
-
-
-def options_of(strategy: Any) -> Choice:
-    """The options of a strategy that is given by name or by options."""
-    if isinstance(strategy, Choice):
-        return strategy
-    kinds = ", ".join(each.__name__ for each in STRATEGIES.values())
-    check_type(strategy, "strategy", f"pass a name, or one of {kinds}", str)
-    check_choice(strategy, "strategy", *STRATEGIES)
-    return STRATEGIES[strategy]()
-
-
-def strategy_class(options: Choice) -> type[Strategy]:
-    """The class of the strategy with these options."""
-    if options.name == "spmd":
-        return SPMDStrategy
-    found: type[Strategy] = import_module(f"{__package__}.{options.name}").strategy_class
-    return found
-
-
-def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Choice) -> Strategy:
-    """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
-    chosen = kind(world, steps, options)
-    found = chosen if world.takes_engines or not kind.is_of_torch else Strategy(world, steps, options)
-    if steps.virtual is None:
-        return found
-    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found, chosen, steps.virtual)
-    return over_virtual
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -219,7 +203,7 @@ class SPMDStrategy(Strategy):
     """One program, with batches spread over all devices of the process: XLA's compiler inserts the reductions, so that
     this package runs it as a world of one."""
 
-    name = "spmd"
+    shares_state = False  # there is one rank
 
     @classmethod
     def check_world(cls, world: World) -> None:

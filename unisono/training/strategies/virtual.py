@@ -60,9 +60,9 @@ class VirtualEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         is_recorded = torch.is_grad_enabled()
         if is_recorded:
-            batch = None if self._steps.origin is None else self._steps.origin.batch
+            batch = None if self.steps.origin is None else self.steps.origin.batch
         else:
-            batch = next(iter(self._world.state.deliveries.find((args, kwargs))), None)
+            batch = next(iter(self.world.state.deliveries.find((args, kwargs))), None)
         if batch is not None and batch.draw is not None:
             self._check_turn(batch, batch.draw, is_recorded)
             if self.module.training and self.members.has_buffers():
@@ -74,13 +74,13 @@ class VirtualEngine(Engine):
 
     def _check_turn(self, batch: Batch, draw: Draw, is_recorded: bool) -> None:
         """Refuse a forward pass whose result would depend on which virtual ranks this rank carries."""
-        check_left(self._world, self._virtual, batch.loop)
+        check_left(self.world, self._virtual, batch.loop)
         if is_recorded and batch.loop.last is not batch:
             raise RuntimeError(
                 f"a forward pass of the {self.name} is on a batch that is not the one that its loop has drawn last: "
                 "with virtual_ranks random numbers are those of the latter; draw each batch where it is used"
             )
-        step, version = self._steps.step, self.count_writes()
+        step, version = self.steps.step, self.count_writes()
         round_, first = self._first_writes.setdefault(batch.loop, (draw.round, version))
         if round_ != draw.round:
             self._first_writes[batch.loop] = draw.round, version
@@ -139,7 +139,7 @@ class VirtualEngine(Engine):
                 sums = self._buffers.sums(self._virtual)
                 found = self._fold([*next(iter(sums.values()))], sums)
                 self._buffers.means = {each: total / self._virtual.count for each, total in found}
-            self._buffers.share(self._buffers.means, self._world)
+            self._buffers.share(self._buffers.means, self.world)
 
     # Gradients: for each optimizer, those that it was asked to step on, of each virtual rank.
 
@@ -160,7 +160,7 @@ class VirtualEngine(Engine):
                 f"a loss of the {self.name} came past what prepare() has returned, so that its buffers are not those "
                 "of the virtual rank; call that, or a method of it after model.mark_forward_method(name)"
             )
-        visits = [each for each in self._steps.step.visits if each.loop is visit.loop and each.batch is not None]
+        visits = [each for each in self.steps.step.visits if each.loop is visit.loop and each.batch is not None]
         draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
         turns = {each.turn for each in draws}
         if any(each.round != draw.round for each in draws) or len(turns) < len(draws) or self._has_left(visit):
@@ -218,12 +218,12 @@ class VirtualEngine(Engine):
             self._requests.reduced.discard(optimizer)
             self._zeros.difference_update(map(id, parameters_of(optimizer)))
             self._share_buffers()
-            self._steps.take_step(optimizer)
+            self.steps.take_step(optimizer)
         return super().note_zeros(optimizer)
 
     def _has_left(self, visit: Visit) -> bool:
         """Whether a loop of this step, before that of the visit, was left in the middle of its round."""
-        loops = [each.batch.loop for each in self._steps.step.visits if each.batch and each.loop is not visit.loop]
+        loops = [each.batch.loop for each in self.steps.step.visits if each.batch and each.loop is not visit.loop]
         return any(not each.is_open and not each.is_exhausted for each in loops)
 
     def is_due(self, optimizer: Optimizer) -> bool:
@@ -241,7 +241,7 @@ class VirtualEngine(Engine):
         for name, each in self.parameters_by(optimizer) if self._zeros else ():
             if name in self._zeros:
                 taken.setdefault(each, torch.zeros_like(each, requires_grad=False))
-        step = self._steps.step
+        step = self.steps.step
         draw = step.visits[-1].batch.draw if step.visits and step.visits[-1].batch is not None else None
         if draw is None:
             return  # there was no pass
@@ -257,7 +257,7 @@ class VirtualEngine(Engine):
         if optimizer is None:
             return
         self.set_aside(optimizer)
-        last = self._steps.step.last
+        last = self.steps.step.last
         if last is None or last.draw is None or not self._requests.has(optimizer):
             return  # no pass has left anything, which the optimizer says
         if torch.get_num_threads() != 1:
@@ -265,13 +265,13 @@ class VirtualEngine(Engine):
                 f"torch.set_num_threads({torch.get_num_threads()}) was called after the Accelerator was made: with "
                 "virtual_ranks each rank computes with one thread, since kernels add in an order that depends on it"
             )
-        for visit in self._steps.step.visits:
+        for visit in self.steps.step.visits:
             if visit.batch is not None:
                 self._check_drawn(visit.batch)
                 visit.batch.loop.seeding = last.draw.seed_step
-        seed_beside(self._world.backend, self._world.device, last.draw.seed_step())
+        seed_beside(self.world.backend, self.world.device, last.draw.seed_step())
         self._virtual = last.draw.carried
-        world, request = self._world, self._requests.take(optimizer, self._virtual)
+        world, request = self.world, self._requests.take(optimizer, self._virtual)
         found = request.tree.sums
         parameters = self.trained_by(optimizer)
         listed = set(map(id, parameters))  # not those that were frozen with gradients of zero, with which torch steps
@@ -281,7 +281,7 @@ class VirtualEngine(Engine):
             self.agreement.check(self._trained)
         world.comm.announce(f"the gradients of {self.agreement.place()}")
         if WITNESS in request.turns:
-            self._witnesses.compare(optimizer, self._steps.step.number)
+            self._witnesses.compare(optimizer, self.steps.step.number)
         # A vector more, in the first bucket: by it, ranks know which parameters have a gradient on any of them.
         notes = (parameters or self.members.parameters())[0].detach().new_zeros(len(parameters))
         sums = {
@@ -294,7 +294,7 @@ class VirtualEngine(Engine):
                 sums[node].update(values)
                 buffers, self._buffers.means = list(values), means
         present, averaged, (known, *_) = set[int](), set(map(id, buffers)), found.values()
-        factor = 1 / (self._steps.given_total() or self._virtual.count)
+        factor = 1 / (self.steps.given_total() or self._virtual.count)
         for each, total in self._fold([notes, *parameters, *buffers], sums):
             if each is notes:
                 present = {id(one) for one, count in zip(parameters, total.tolist(), strict=True) if count}
@@ -303,7 +303,7 @@ class VirtualEngine(Engine):
             elif id(each) in averaged:
                 means[each] = total / self._virtual.count
         self._requests.reduced.add(optimizer)
-        self.gradients.note_reduction(self._steps.factor())
+        self.gradients.note_reduction(self.steps.factor())
 
     def _check_drawn(self, batch: Batch) -> None:
         """Refuse a step after its loop has gone on to the next round, whose random numbers the step would change."""
@@ -324,7 +324,7 @@ class VirtualEngine(Engine):
         self._first_writes.clear()
         self._requests.forget()
         self._zeros.clear()
-        self._world.state.deliveries.settle()
+        self.world.state.deliveries.settle()
         self._buffers.forget()
         self._witnesses.forget()
 
@@ -338,7 +338,7 @@ class VirtualEngine(Engine):
         self, keys: Sequence[torch.Tensor], sums: Mapping[Node, Tensors]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The sums over all virtual ranks, of those of this one. A collective."""
-        virtual, size = self._virtual, self._world.comm.size
+        virtual, size = self._virtual, self.world.comm.size
         if size == 1:
             yield from ((each, sums[1, 0][each]) for each in keys if each in sums[1, 0])
             return
@@ -353,17 +353,17 @@ class VirtualEngine(Engine):
             room = 0 if are_two else -sum(lengths) % size  # as many for each rank
             own = {node: _flatten(bucket, sums[node], room) for node in nodes}
             if are_two:
-                total = self._world.comm.all_reduce(own[nodes[0]])
+                total = self.world.comm.all_reduce(own[nodes[0]])
             else:
                 part = fold_over_ranks(virtual, own, self._exchange, torch.Tensor.add_)
-                total = torch.cat(self._world.comm.all_gather(part))
+                total = torch.cat(self.world.comm.all_gather(part))
             for each, piece in zip(bucket, total.split([*lengths, room]), strict=False):
                 yield each, piece.view_as(each)
 
     def _exchange(self, sums: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Of each rank, its sums in the slice that this one adds up: as much is sent as in a ring all-reduce."""
-        slices = [each.view(self._world.comm.size, -1) for each in sums]
-        return [list(each[0].unbind()) for each in self._world.comm.all_to_all(torch.stack(slices, 1))]
+        slices = [each.view(self.world.comm.size, -1) for each in sums]
+        return [list(each[0].unbind()) for each in self.world.comm.all_to_all(torch.stack(slices, 1))]
 
     def reduce_assigned(self, part: float) -> None:
         raise ValueError(
@@ -419,8 +419,6 @@ class VirtualStrategy(Strategy):
         chosen: the one that was chosen: what it refuses on several ranks is refused on one.
     """
 
-    name = "virtual"
-
     def __init__(self, other: Strategy, chosen: Strategy, virtual: VirtualRanks) -> None:
         super().__init__(other.world, other.steps, other.options)
         self._other, self._chosen, self._virtual = other, chosen, virtual
@@ -453,7 +451,7 @@ class VirtualStrategy(Strategy):
             )
 
     def engine_of(self, module: nn.Module) -> Engine:
-        if self._other.name != "fsdp":
+        if not (self._other.is_of_torch and isinstance(self.options, FSDP)):
             return VirtualEngine(module, self.world, self.steps, self._virtual)
         from unisono.training.strategies.virtual_fsdp import VirtualFSDPEngine  # which imports FSDP2
 

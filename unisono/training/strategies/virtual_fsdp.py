@@ -15,10 +15,10 @@ from unisono.strategies import FSDP
 from unisono.torch_private import VERSION, queue_callback
 from unisono.training.machine import Visit
 from unisono.training.parameter_names import parameters_of
-from unisono.training.strategies.engine import weak_method
 from unisono.training.strategies.fsdp import FSDPEngine
 from unisono.training.strategies.sharded import drop_whole_gradients, whole_gradient
 from unisono.training.strategies.virtual import VirtualEngine
+from unisono.training.strategies.weak import weak_method
 from unisono.world import World
 
 

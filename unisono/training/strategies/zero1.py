@@ -33,7 +33,6 @@ T = TypeVar("T")
 class ZeRO1Strategy(DDPStrategy):
     """Like "ddp", except for the optimizers."""
 
-    name = "zero1"
     is_needed = True
 
     def check_divisible(self, each: nn.Module | Optimizer) -> None:
@@ -187,6 +186,3 @@ def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
             f"({', '.join(defaults)}), and that failed: {error!r}; let its constructor take these, or make a "
             "ZeroRedundancyOptimizer yourself"
         ) from error
-
-
-strategy_class = ZeRO1Strategy

@@ -1,12 +1,11 @@
-"""Predictions as a table, and as a picture, which needs the extra "report" (matplotlib)."""
+"""Predictions as a table, and as a picture, which needs the extra "picture" (matplotlib)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono.report.picture import new_figure
-from unisono.simulation.prediction import Prediction
+from unisono_simulate.prediction import Prediction
 
 _HEADINGS = ("devices", "step", "waiting", "samples/s", "efficiency", "memory", "checkpoint every", "useful")
 
@@ -25,7 +24,11 @@ def table(predictions: Sequence[Prediction]) -> str:
 
 def save_picture(predictions: Sequence[Prediction], path: Path) -> None:
     """Draw step time and efficiency by the number of devices into a PNG file; ImportError without matplotlib."""
-    figure = new_figure()
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures are drawn with matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(11, 4), layout="constrained")
     times, shares = figure.subplots(1, 2)
     devices = [each.devices for each in predictions]
     parts = zip(*((1e3 * each.compute_s, 1e3 * (each.step_s - each.compute_s)) for each in predictions), strict=True)

@@ -1,4 +1,4 @@
-"""strategy="diloco": each rank steps on its own gradients, and every few steps the ranks meet: for slow networks.
+"""The strategy "diloco": each rank steps on its own gradients, and every few steps the ranks meet.
 
 DiLoCo (Douillard et al. 2023, arXiv:2311.08105): at a meeting, the mean over the ranks of how far their parameters have
 moved since the last one is the gradient of an outer step, by torch's SGD with Nesterov momentum, from the parameters of
@@ -13,22 +13,16 @@ Invariants:
 from __future__ import annotations
 
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Optimizer
 
-from unisono.report.timeline import REDUCE
-from unisono.strategies import DiLoCo
-from unisono.training.gradients import buckets
-from unisono.training.steps import Steps
-from unisono.training.strategies.bare_parameter import BareParameter
-from unisono.training.strategies.engine import Engine, weak_method
-from unisono.training.strategies.states import load_optimizer_state
-from unisono.training.strategies.strategy import Strategy
-from unisono.training.strategies.trainers import Trainer
-from unisono.world import World
+from unisono import World
+from unisono.strategies import Engine, Strategy, buckets
+from unisono_diloco import DiLoCo
 
 _MOMENTUM = "outer_momentum"
 _BLOCK = 256  # elements that share a scale in int8
@@ -38,9 +32,9 @@ _MOST_RANKS = 31  # of which int8 holds the sum, with at least 4 levels for each
 class DiLoCoStrategy(Strategy):
     """The strategy in any world; a single rank takes outer steps, too."""
 
-    name = "diloco"
+    takes_parameters = shares_state = False
 
-    def __init__(self, world: World, steps: Steps, options: DiLoCo) -> None:
+    def __init__(self, world: World, steps: Any, options: DiLoCo) -> None:
         super().__init__(world, steps, options)
         if options.sent_as == "int8" and world.world_size > _MOST_RANKS:
             raise ValueError(
@@ -50,11 +44,6 @@ class DiLoCoStrategy(Strategy):
 
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
-        if isinstance(each, BareParameter):
-            raise TypeError(
-                "strategy='diloco' averages the parameters of modules, and a parameter was given to prepare() by "
-                "itself; make it one of a module, or use strategy='ddp'"
-            )
         if isinstance(each, LBFGS):  # whose state is at one parameter, and has no place for the momenta of the others
             raise TypeError("strategy='diloco' does not work with LBFGS; use strategy='ddp', or another optimizer")
 
@@ -65,7 +54,7 @@ class DiLoCoStrategy(Strategy):
 class DiLoCoEngine(Engine):
     """Leaves gradients to their rank, and meets the other ranks every few steps, and at the end of a loop."""
 
-    def __init__(self, module: nn.Module, world: World, steps: Steps, options: DiLoCo) -> None:
+    def __init__(self, module: nn.Module, world: World, steps: Any, options: DiLoCo) -> None:
         super().__init__(module, world, steps, shares_buffers=False)
         self.is_local = True
         self._options = options
@@ -74,15 +63,16 @@ class DiLoCoEngine(Engine):
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped since all had
         self._spare: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # for parameters whose optimizer has no state yet
 
-    def add_trainer(self, optimizer: Optimizer) -> Trainer:
+    def add_trainer(self, optimizer: Optimizer) -> Any:
         known, found = [*self.trainers], super().add_trainer(optimizer)
         if found not in known:
-            optimizer.register_step_pre_hook(weak_method(self._depart))
+            method = WeakMethod(self._depart)  # the optimizer may outlive the model
+            optimizer.register_step_pre_hook(lambda *_: (depart := method()) and depart())
         return found
 
-    def _depart(self, *_: Any) -> None:
+    def _depart(self) -> None:
         """Called before each step that is taken: keep the parameters as they were before the first one."""
-        if not self._starts and not self.hooks.is_removed:
+        if not self._starts and not self.is_released:
             self._starts = {each: each.detach().clone() for each in self.members.trained()}
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -91,8 +81,7 @@ class DiLoCoEngine(Engine):
             return
         self._stepped.clear()
         self._since += 1
-        batch = self._steps.step.last
-        if self._since >= self._options.every or (batch is not None and batch.is_last()):
+        if self._since >= self._options.every or self.is_at_end_of_loop():
             self.equalize_ranks()
 
     def adapt_to_trained(self) -> None:
@@ -108,14 +97,12 @@ class DiLoCoEngine(Engine):
     def equalize_ranks(self, saves: bool = False) -> None:
         starts, self._starts, self._since = self._starts, {}, 0
         if starts:
-            with self._world.timeline.loop().span(REDUCE):
-                self._world.comm.announce(f"a meeting of the {self.name} at {self.agreement.place()}")
+            with self.meet("a meeting"):
                 self._step_outward(starts)
-                if self._world.comm.size > 1 and self.members.has_buffers():
+                if self.world.comm.size > 1 and self.members.buffers():
                     self.agreement.share_buffers()
-        if saves and self._world.comm.size > 1:
-            for each in self.trainers.optimizers():
-                load_optimizer_state(each, each.state_dict(), self._world)
+        if saves:
+            self.share_optimizer_states()
 
     def _step_outward(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
         """Take an outer step. A collective."""
@@ -150,7 +137,7 @@ class DiLoCoEngine(Engine):
 
     def _mean(self, moved: torch.Tensor) -> torch.Tensor:
         """The mean over the ranks of a vector, of what is sent with fewer bits if that is asked for. A collective."""
-        comm, sent_as = self._world.comm, self._options.sent_as
+        comm, sent_as = self.world.comm, self._options.sent_as
         if comm.size == 1:
             return moved
         if moved.is_complex():
@@ -168,6 +155,3 @@ class DiLoCoEngine(Engine):
         # A scale that is not finite stays so in the mean.
         mean = comm.all_reduce(rounded).to(wide.dtype) * scales / comm.size
         return mean.view(-1)[: len(moved)].to(moved.dtype)
-
-
-strategy_class = DiLoCoStrategy

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 import numpy
 
 from unisono.report.run import read_run
-from unisono.report.summary import SOURCE
-from unisono.report.timeline import DEVICE, EVALUATE, FETCH, FORWARD, LOG, MOVE, REDUCE, SAVE, STEP, Span
 from unisono.strategies import DDP, FSDP, ZeRO1
 
 T = TypeVar("T")
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
 STRATEGIES = (DDP.name, ZeRO1.name, FSDP.name)
-_NO_WORK = (FETCH, MOVE, REDUCE, EVALUATE, LOG, SAVE)  # phases of a loop that are no part of a step's computing
+_NO_WORK = ("fetch", "move", "reduce", "evaluate", "log", "save")  # phases that are no part of a step's computing
 _INPUT_BOUND = 0.1  # the share of waiting for the dataset from which a run shows how fast it is
 
 
@@ -200,19 +198,19 @@ def measure(path: Path) -> dict[str, Any]:
         "optimizer_s": optimizer_s,
         "sample_bytes": sum(rank.nbytes for rank in report.ranks) / max(samples, 1),
         "steps_s": tuple(steps[:, 1:].sum(1).tolist()),
-        "loader_samples_per_s": samples / loops_s if report.waited(SOURCE) >= _INPUT_BOUND else 0.0,
+        "loader_samples_per_s": samples / loops_s if report.waited("source") >= _INPUT_BOUND else 0.0,
     }
 
 
-def _steps(tracks: Mapping[str, Sequence[Span]]) -> list[tuple[float, float, float]]:
+def _steps(tracks: Mapping[str, Sequence[tuple[str, int, int]]]) -> list[tuple[float, float, float]]:
     """Seconds of the forward pass, of all computing, and of the optimizer, in each step."""
     found, forward_ns, compute_ns = [], 0, 0
     by_kind = {name.split()[0]: spans for name, spans in tracks.items() if spans}
-    for phase, start, stop in by_kind.get(DEVICE) or by_kind.get("loop", []):
-        if phase == STEP:
+    for phase, start, stop in by_kind.get("device") or by_kind.get("loop", []):
+        if phase == "step":
             found.append((forward_ns / 1e9, compute_ns / 1e9, (stop - start) / 1e9))
             forward_ns = compute_ns = 0
         elif phase not in _NO_WORK:
             compute_ns += stop - start
-            forward_ns += (stop - start) * (phase == FORWARD)
+            forward_ns += (stop - start) * (phase == "forward")
     return found

@@ -1,6 +1,6 @@
-"""Steps on 1, 2 and 4 processes of this machine, measured and predicted by `unisono simulate`.
+"""Steps on 1, 2 and 4 processes of this machine, measured and predicted by `unisono-simulate`.
 
-    python bench/simulated.py [--steps 60] [--width 1024] [--blocks 3]
+    python contrib/unisono-simulate/bench/simulated.py [--steps 60] [--width 1024] [--blocks 3]
 
 The runs on one process say how long a step computes; those on two, by which bandwidth they reduce. Four are predicted.
 More processes than cores take turns: a step then computes longer, by processes / cores. Other programs disturb all of
@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, Output, spawn, world_size
 from unisono.report.run import read_run
-from unisono.report.timeline import STEP
-from unisono.simulation.description import Fleet, Model, measure
-from unisono.simulation.prediction import predict
+from unisono_simulate.description import Fleet, Model, measure
+from unisono_simulate.prediction import predict
 
 BATCH = 64
 
@@ -51,7 +50,7 @@ def train(index: int, steps: int, width: int) -> None:
 def steps_s(path: Path) -> list[float]:
     """The times from the end of a step to that of the next, of all ranks."""
     loops = [max(each.spans().values(), key=len) for each in read_run(path).ranks]
-    ends = [[stop for phase, _, stop in spans if phase == STEP] for spans in loops]
+    ends = [[stop for phase, _, stop in spans if phase == "step"] for spans in loops]
     return [(after - before) / 1e9 for each in ends for before, after in pairwise(each)]
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, hearing
 from torch import nn
 from twin import CLOSE, State, assert_same_bits, data, loader_of, mean_loss, model, seeded
 
 from unisono import Accelerator, rank
 from unisono.compat.accelerate.local_sgd import LocalSGD
-from unisono.strategies import DiLoCo
+from unisono_diloco import DiLoCo
 
 SAMPLES, BATCH, EVERY = 23, 3, 3  # the last batch is uneven, and the end of a loop is between meetings
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -275,12 +275,12 @@ def test_with_fp16_all_ranks_skip_a_step_that_overflows_on_one(mode: Mode) -> No
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"every": 0}, ValueError, "every=0 is too small"),
-    ({"every": 2.0}, TypeError, "pass a number of steps"),
+    ({"every": 2.0}, TypeError, "every=2.0 is of type float; pass a number"),
     ({"outer_lr": 0}, ValueError, "outer_lr=0 is no learning rate"),
     ({"outer_lr": float("nan")}, ValueError, "outer_lr=nan"),
     ({"outer_momentum": 1}, ValueError, r"outer_momentum=1 is not in \[0, 1\)"),
     ({"outer_momentum": "0.9"}, TypeError, "pass a number"),
-    ({"sent_as": "fp8"}, ValueError, "sent_as='fp8' does not exist; choose one of None, bf16, int8"),
+    ({"sent_as": "fp8"}, ValueError, "sent_as='fp8' does not exist; choose one of None, 'bf16', 'int8'"),
 ]
 
 
@@ -297,13 +297,44 @@ def test_what_it_cannot_do_is_refused_with_a_way_out() -> None:
         with pytest.raises(RuntimeError, match=r"which was not prepared.*prepare\(optimizer\)"):
             adamw(training.network)[0].step()
         with (
-            pytest.raises(ValueError, match="under strategy='diloco'; leave this block out"),
+            pytest.raises(ValueError, match="or under its strategy; leave this block out"),
             LocalSGD(training.accelerator, training.network, 2),
         ):
             pass
         with pytest.raises(TypeError, match="LBFGS; use strategy='ddp'"):
             Training("diloco", lambda network: [torch.optim.LBFGS(network.parameters())])
+        with pytest.raises(TypeError, match="make it one of a module, or use strategy='ddp'"):
+            Accelerator(strategy="diloco").prepare(nn.Parameter(torch.ones(())))
 
     THREADS_2.run(body)
     with pytest.raises(ValueError, match=r"too few levels for the sum of 32 ranks.*pass sent_as='bf16'"):
         Mode("threads", 32).run(lambda: Accelerator(strategy=DiLoCo(sent_as="int8")))
+    told = PROCESSES_2.told(lambda: Accelerator(snapshot_every=1, strategy="diloco"), ValueError)
+    assert all("no state in common" in each for each in told)
+
+
+def test_the_ranks_meet_also_where_only_the_module_is_kept(tmp_path: Path) -> None:
+    def body() -> list[float]:
+        accelerator, model = Accelerator(strategy=DiLoCo(every=5, outer_lr=1, outer_momentum=0)), nn.Linear(1, 1)
+        made, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        made(torch.full((1, 1), 1.0 + rank())).sum().backward()
+        optimizer.step()
+        own = model.weight.item()
+        del made
+        model = accelerator.unwrap_model(model)
+        accelerator.save_state(tmp_path / "saved")
+        return [own, model.weight.item()]
+
+    (first, mean), (second, other) = PROCESSES_2.run(body)
+    assert first != second
+    assert mean == other == pytest.approx((first + second) / 2)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_nothing_is_said_of_ranks_that_step_alone(mode: Mode) -> None:
+    def body() -> list[str]:
+        with hearing("unisono") as said:
+            Training("diloco").epoch()
+        return [each for each in said if "step" in each]
+
+    assert mode.run(body) == [[], []]

@@ -1,6 +1,12 @@
-"""What every test runs under: known surroundings, a time limit, the leak police, one family of devices."""
+"""What every test runs under, of the package and of those in contrib/: known surroundings, a time limit, the leak
+police, one family of devices."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "tests"))
 
 import surroundings
 
@@ -22,10 +28,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # it has reported all; to take apart wh
     atexit.register(end, os.getpid())  # first, so that it runs last
 
 import re  # noqa: E402
-import sys  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from functools import cache  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

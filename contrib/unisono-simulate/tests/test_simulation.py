@@ -20,14 +20,14 @@ from matplotlib import image
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, optimizer_step
-from unisono.cli.main import main
 from unisono.report.gathering import summarise
 from unisono.report.record import Recorder
 from unisono.report.summary import RankSummary
 from unisono.report.timeline import FETCH
-from unisono.simulation.description import Fleet, Model, measure, read
-from unisono.simulation.prediction import half_s, memory_bytes, predict, slowdown
 from unisono.world import solo_world, use_world
+from unisono_simulate.command import main
+from unisono_simulate.description import Fleet, Model, measure, read
+from unisono_simulate.prediction import half_s, memory_bytes, predict, slowdown
 
 MODEL = Model(parameters=1e6, batch=32, forward_s=0.1, backward_s=0.2, optimizer_s=0.01)
 FLEET = Fleet(per_machine=4, within_bytes_per_s=1e10, between_bytes_per_s=1e9)
@@ -211,14 +211,14 @@ def test_fsdp_sends_half_as_much_again_as_ddp_and_zero1_as_much_after_the_step()
     ],
 )
 def test_a_description_that_cannot_be_is_refused_with_the_field_and_the_rule(description, capsys, old, new, said):
-    assert main(["simulate", str(description(old, new))]) == 1
+    assert main([str(description(old, new))]) == 1
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("devices", ["0", "many", "10000000000"])
 def test_numbers_of_devices_are_positive_and_possible(description, devices, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["simulate", str(description()), "--devices", devices])
+        main([str(description()), "--devices", devices])
     assert "--devices" in capsys.readouterr().err
 
 
@@ -263,7 +263,7 @@ def test_the_rate_of_a_loader_is_known_from_a_run_that_waited_for_it(tmp_path):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_without_steps_is_refused(tmp_path, steps, description, capsys):
     train(tmp_path, steps)
-    assert main(["simulate", str(description()), "--report", str(tmp_path)]) == 1
+    assert main([str(description()), "--report", str(tmp_path)]) == 1
     assert "holds no steps after the first" in capsys.readouterr().err
 
 
@@ -271,9 +271,9 @@ def test_a_run_without_steps_is_refused(tmp_path, steps, description, capsys):
 
 
 def test_the_table_and_the_json_have_the_same_numbers_up_to_100000_devices(description, capsys):
-    assert main(["simulate", str(description())]) == 0
+    assert main([str(description())]) == 0
     headings, *lines = capsys.readouterr().out.splitlines()
-    assert main(["simulate", str(description()), "--json"]) == 0
+    assert main([str(description()), "--json"]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     assert headings.split()[:2] == ["devices", "step"]
     assert [int(line.split()[0].replace(",", "")) for line in lines] == [each["devices"] for each in found]
@@ -287,19 +287,19 @@ def test_the_table_and_the_json_have_the_same_numbers_up_to_100000_devices(descr
 @pytest.mark.usefixtures("fonts")
 def test_the_picture_is_one_and_without_matplotlib_it_says_how_to_get_it(description, tmp_path, monkeypatch, capsys):
     picture = tmp_path / "there" / "fleet.png"
-    arguments = ["simulate", str(description()), "--devices", "8", "--picture", str(picture)]
+    arguments = [str(description()), "--devices", "8", "--picture", str(picture)]
     assert main(arguments) == 0
     assert image.imread(picture).std() > 0.1
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(arguments) == 1
-    assert "pip install 'unisono[report]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
-# Predictions are held against what others have measured: each error is the one that docs/simulate.md states.
+# Predictions are held against what others have measured: each error is the one that README.md states.
 
 
 STUDIES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "published.toml").read_text())
-PAGE = Path(__file__).parent.parent.parent / "docs" / "simulate.md"
+PAGE = Path(__file__).parent.parent / "README.md"
 RANGES = {"jitter": (0.0, 0.5), "between_bytes_per_s": (1e8, 1e12), "within_bytes_per_s": (1e8, 1e12)}
 LARGEST_ERROR = {"horovod": 0.025, "goyal": 0.01, "dlperf_ddp": 0.02, "dlperf_horovod": 0.1, "tensorflow": 0.115}
 

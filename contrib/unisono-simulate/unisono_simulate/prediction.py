@@ -22,8 +22,8 @@ from statistics import NormalDist
 import numpy
 import numpy.typing
 
-from unisono.simulation.description import DescriptionError, Fleet, Model
 from unisono.strategies import DDP, FSDP
+from unisono_simulate.description import DescriptionError, Fleet, Model
 
 _POINTS = (numpy.arange(4096) + 0.5) / 4096  # of (0, 1), at which an integral is taken
 

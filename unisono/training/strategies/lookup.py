@@ -1,0 +1,93 @@
+"""Strategies by their names: this package's, and those of others, by the entry points "unisono.strategies"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pkgutil import resolve_name
+from typing import Any, TypeVar
+
+from unisono.arguments import check_choice, check_type
+from unisono.strategies import DDP, FSDP, SPMD, Options, ZeRO1
+from unisono.training.steps import Steps
+from unisono.training.strategies.strategy import Strategy
+from unisono.world import World
+
+T = TypeVar("T")
+
+OWN: dict[str, type[Options]] = {each.name: each for each in (DDP, FSDP, SPMD, ZeRO1)}
+"""The options of this package's strategies, by name."""
+
+_IN_CONTRIB = {"diloco": "unisono-diloco"}
+"""The packages of strategies that the repository has beside this package."""
+
+
+def foreign() -> dict[str, EntryPoint]:
+    """The strategies of other installed packages, by name. Each is imported on demand."""
+    return {each.name: each for each in entry_points(group="unisono.strategies") if each.name not in OWN}
+
+
+def options_of(strategy: Any) -> Options:
+    """The options of a strategy that is given by name or by options.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: there is no strategy of that name.
+        ImportError: its package is not installed, or cannot be loaded.
+    """
+    if isinstance(strategy, Options):
+        return strategy
+    check_type(strategy, "strategy", "pass a name, or options such as unisono.strategies.DDP()", str)
+    if strategy in OWN:
+        return OWN[strategy]()
+    entries = foreign()
+    if strategy not in entries and (package := _IN_CONTRIB.get(strategy)):
+        raise ImportError(
+            f"strategy={strategy!r} comes with the package {package}, which is not installed; pip install "
+            f"contrib/{package}, a directory of Unisono's repository"
+        )
+    check_choice(strategy, "strategy", *sorted([*OWN, *entries]))
+    entry = entries[strategy]
+    return _loaded(strategy, entry.dist.name if entry.dist else entry.module, lambda: _options_at(entry))
+
+
+def _options_at(entry: EntryPoint) -> Options:
+    kind = entry.load()
+    if not (isinstance(kind, type) and issubclass(kind, Options) and getattr(kind, "name", None) == entry.name):
+        raise TypeError(f"{entry.value} is no subclass of unisono.strategies.Options of the name {entry.name!r}")
+    return kind()
+
+
+def strategy_class(options: Options) -> type[Strategy]:
+    """The class of the strategy with these options. ImportError, if it cannot be loaded."""
+    kind = type(options)
+
+    def load() -> type[Strategy]:
+        found: Any = kind.strategy
+        found = resolve_name(found) if isinstance(found, str) else found
+        if not (isinstance(found, type) and issubclass(found, Strategy)):
+            raise TypeError(f"{kind.__qualname__}.strategy={found!r} is no subclass of unisono.strategies.Strategy")
+        return found
+
+    return _loaded(options.name, kind.__module__.partition(".")[0], load)
+
+
+def _loaded(name: str, package: str, load: Callable[[], T]) -> T:
+    try:
+        return load()
+    except Exception as error:
+        raise ImportError(
+            f"strategy {name!r} of the package {package} cannot be loaded, {type(error).__name__}: {error}; "
+            "repair or uninstall that package"
+        ) from error
+
+
+def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Options) -> Strategy:
+    """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
+    chosen = kind(world, steps, options)
+    found = chosen if world.takes_engines or not kind.is_of_torch else Strategy(world, steps, options)
+    if steps.virtual is None:
+        return found
+    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found, chosen, steps.virtual)
+    return over_virtual
