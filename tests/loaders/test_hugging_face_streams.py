@@ -58,6 +58,9 @@ def left(make: Callable[[], Any], workers: int, most: int | None, state: Any, ep
 PLANS = [
     [(PROCESSES_2, 2, 2), (SOLO, 1, 3), (PROCESSES_2, 1, None)],
     [(PROCESSES_2, 0, 3), (SOLO, 0, None)],
+    [(SOLO, 1, 3), (SOLO, 0, 3), (PROCESSES_2, 1, None)],
+    [(PROCESSES_2, 1, 2), (SOLO, 0, 3), (SOLO, 2, None)],
+    [(SOLO, 2, 3), (PROCESSES_2, 0, None)],
 ]
 
 

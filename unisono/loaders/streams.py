@@ -26,8 +26,9 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,7 @@ class StreamSource(Source):
         taken = before if is_begun else before._replace(by=by, is_of_rank=by == "dataset")
         taken = taken.cut_for(self._ranks, max(loader.num_workers, 1))
         parts = taken.parts_of(self._rank, self._ranks, max(loader.num_workers, 1))
-        datasets = self._datasets_of(parts, taken, loader.num_workers, dataset)
+        datasets = self._datasets_of(parts, taken, dataset)
         if is_begun and any(taken.here.parts[part].state is None for each in parts for part in each):
             logger.warning("rank %d resumes the stream by reading and discarding what was delivered", self._rank)
         size, sharing = loader.batch_size, self._ranks if rule.split == "global" and not rule.is_cut else 1
@@ -203,20 +204,12 @@ class StreamSource(Source):
         part = None if is_of(dataset, "webdataset") else part_of(dataset, rank, ranks)
         return (dataset, "stride") if part is None else (part, "dataset")
 
-    def _datasets_of(
-        self, parts: list[list[int]], taken: StreamPosition, num_workers: int, dataset: Any
-    ) -> dict[int, Any]:
+    def _datasets_of(self, parts: list[list[int]], taken: StreamPosition, dataset: Any) -> dict[int, Any]:
         """The datasets of parts that were cut by ranks when the pass began, by rank; StateError if they cannot be cut
         so here."""
         if not taken.keeps_parts:
             return {}
         ranks, workers = taken.here[:2]
-        row = workers if taken.is_of_rank else len(taken.here.parts)
-        if taken.by == "worker" and row > 1 and not num_workers:
-            raise StateError(
-                f"the state was saved by {ranks} rank(s) with {workers} loader worker(s) each, and the stream was cut "
-                "by their numbers, which a loop with num_workers=0 cannot tell it; use num_workers=1 or more"
-            )
         if self._rank == 0 and len(taken.here.parts) % self._ranks:
             least, more = divmod(len(taken.here.parts), self._ranks)
             logger.warning(
@@ -240,7 +233,12 @@ class StreamSource(Source):
     def _make_batches(
         self, loader: DataLoader[Any], reader: PartReader, rule: Rule, epoch: int, shows_first: bool
     ) -> Iterator[Made]:
-        if not loader.num_workers:
+        number = loader.num_workers
+        if not number and reader.goes_on == "worker" and reader.row > 1:
+            number = 1  # elsewhere, the dataset cannot be told which part it reads
+            if self._rank == 0:
+                logger.warning("the stream was cut by the numbers of loader workers: one reads it until the epoch ends")
+        if not number:
             return reader.made(epoch)
         kept = None if reader.taken.offset else self._persistent  # a resumed pass has other parts than the next one
         if kept is not None and kept[0] == rule and kept[1].is_idle:
@@ -251,7 +249,7 @@ class StreamSource(Source):
             self._persistent = (rule, pool, reader) if stay else None
         reader.set_epoch(epoch)
         reader.cell[1] = shows_first
-        return pool.serve(seed_of(self.seed, epoch, "workers", self._rank))
+        return pool.serve(seed_of(self.seed, epoch, "workers", self._rank), number=number)
 
 
 Made = tuple[Any, int | None, Read]  # a batch of one part, its number of rows, if that is known, and what it leaves
@@ -298,10 +296,9 @@ class PartReader(IterableDataset[Packed]):
 
     def _enter(self, part: int, worker: int, seed: int) -> AskedInfo:
         """Tell the dataset, in a loader worker, which part it reads, then call the user's worker_init_fn."""
-        row, dataset = self.taken.here.workers, self.dataset_of(part)
+        row, dataset = self.row, self.dataset_of(part)
         number = part % row
         if self.by == "stride":
-            number, row = part, len(self.taken.here.parts)
             answer_as_one_rank()
         if self.goes_on == "stride":  # whoever asks reads the whole stream
             number, row = 0, 1
@@ -310,6 +307,11 @@ class PartReader(IterableDataset[Packed]):
         if self.init is not None:
             self.init(part % self.taken.here.workers if self.by != "stride" else part)
         return asked
+
+    @property
+    def row(self) -> int:
+        """The number of loader workers that a dataset in one is told."""
+        return len(self.taken.here.parts) if self.by == "stride" else self.taken.here.workers
 
     @property
     def goes_on(self) -> Cutter | None:
@@ -324,6 +326,8 @@ class PartReader(IterableDataset[Packed]):
         except Exception as error:
             # Yielded, not raised: torch would send it as text, and lose its type.
             yield Packed(error=error)
+        finally:
+            use_worker_info(info)  # for the next pass
 
     def made(self, epoch: int, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
         """The batches of a worker's parts. `asked` records whether the dataset uses `get_worker_info()`."""
@@ -386,6 +390,14 @@ class AskedInfo(SimpleNamespace):
         return int(self.row)
 
 
+def _answer_as_without_workers() -> None:
+    """Let a dataset in the only loader worker of its stream see none: Hugging Face's shuffle buffers would draw another
+    order."""
+    use_worker_info(None)
+    with suppress(ImportError):  # what datasets does in a loader worker, whose parent's thread is not here
+        import_module("fsspec.asyn").reset_lock()
+
+
 class PartSamples:
     """The samples of part `number` of a stream that were not taken before, in their order. What is read again is
     compared before anything that follows it is yielded."""
@@ -413,8 +425,8 @@ class PartSamples:
         if asked is not None:
             asked.is_late = False
             seed_all(seed)  # before `iter`, in which many datasets shuffle
-            if reader.goes_on == "dataset" and reader.taken.here.workers == 1:
-                use_worker_info(None)  # as where it was cut, perhaps in the loop's process
+            if asked.row == 1 and (reader.goes_on == "dataset" or is_of(self._dataset, "datasets")):
+                _answer_as_without_workers()  # as where it was cut, perhaps in the loop's process
         reader.set_epoch(epoch)
         source = None
         if state := self._position.state:
