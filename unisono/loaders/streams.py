@@ -26,9 +26,8 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +46,8 @@ from unisono.loaders.stream_parts import (
     PROTOCOL,
     continues_anywhere,
     cuts_by_node,
+    has_shuffle_buffer,
+    hide_workers,
     is_of,
     is_sized_by_rank,
     move,
@@ -201,7 +202,9 @@ class StreamSource(Source):
         if is_part or cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"  # by datasets.distributed.split_dataset_by_node, or by itself
         # By stride if it cannot be cut: every rank reads all.
-        part = None if is_of(dataset, "webdataset") else part_of(dataset, rank, ranks)
+        if is_of(dataset, "webdataset"):
+            return part_of(dataset, 0, 1) or dataset, "stride"
+        part = part_of(dataset, rank, ranks)
         return (dataset, "stride") if part is None else (part, "dataset")
 
     def _datasets_of(self, parts: list[list[int]], taken: StreamPosition, dataset: Any) -> dict[int, Any]:
@@ -390,14 +393,6 @@ class AskedInfo(SimpleNamespace):
         return int(self.row)
 
 
-def _answer_as_without_workers() -> None:
-    """Let a dataset in the only loader worker of its stream see none: Hugging Face's shuffle buffers would draw another
-    order."""
-    use_worker_info(None)
-    with suppress(ImportError):  # what datasets does in a loader worker, whose parent's thread is not here
-        import_module("fsspec.asyn").reset_lock()
-
-
 class PartSamples:
     """The samples of part `number` of a stream that were not taken before, in their order. What is read again is
     compared before anything that follows it is yielded."""
@@ -410,7 +405,7 @@ class PartSamples:
         self.seen = [tuple(each) for each in state["seen"]] if state else [(0, 0, 0, 0)] * len(self._layers)
         self._has_ended = bool(state) and state["dataset"] is None
         self._dataset = reader.dataset_of(number)
-        self._is_stateful = is_stateful(self._dataset) and not _has_shuffle_buffer(self._dataset)
+        self._is_stateful = is_stateful(self._dataset) and not has_shuffle_buffer(self._dataset)
         self._first: Position | None = None  # after the first of them
         self._before = self._position  # without the last of them
         self._by: Cutter | None = None  # known once the first sample is read, and so are
@@ -426,7 +421,7 @@ class PartSamples:
             asked.is_late = False
             seed_all(seed)  # before `iter`, in which many datasets shuffle
             if asked.row == 1 and (reader.goes_on == "dataset" or is_of(self._dataset, "datasets")):
-                _answer_as_without_workers()  # as where it was cut, perhaps in the loop's process
+                hide_workers()  # as where it was cut, perhaps in the loop's process
         reader.set_epoch(epoch)
         source = None
         if state := self._position.state:
@@ -516,11 +511,3 @@ class PartSamples:
             self._before, self._position = self._position, position
             self._first = self._first or position
         return part == self.number
-
-
-def _has_shuffle_buffer(examples: Any) -> bool:
-    """Whether a streamed HuggingFace dataset shuffles in a buffer, whose contents its state does not include."""
-    inner = [getattr(examples, name, None) for name in ("_ex_iterable", "ex_iterable")]
-    inner += getattr(examples, "ex_iterables", ())
-    is_buffer = "BufferShuffled" in type(examples).__name__
-    return is_buffer or any(_has_shuffle_buffer(each) for each in inner if each is not None)
