@@ -41,7 +41,7 @@ class Life(NamedTuple):
     """A training from its checkpoint, if there is one, until the victim is killed after a batch of this life.
 
     Attributes:
-        victim: "rank", "all ranks", the "loader workers" of a rank; "" for none.
+        victim: "rank", "all ranks", the "loader workers" of a rank, or itself if it has none; "" for none.
         every: batches from one checkpoint to the next.
     """
 
@@ -108,10 +108,11 @@ def train(rank: int, kind: str, folder: str, life: Life) -> list[list[int]]:
 
 def _strike(victim: str) -> None:
     me = psutil.Process()
-    if victim == "loader workers":
-        for each in me.children():
+    workers = [each for each in me.children() if each.name() == "pt_data_worker"]
+    if victim == "loader workers" and workers:
+        for each in workers:
             each.kill()
-        return
+        return  # this rank learns of it, unless they have read all
     if victim == "all ranks":
         for each in me.parent().children():
             if each.pid != me.pid:
@@ -129,8 +130,8 @@ def carry_out(kind: str, lives: list[Life], folder: str) -> tuple[list[list[int]
         try:
             seen = spawn(body, nprocs=life.ranks, cores=1, backend="cpu", timeout=60.0, hang_timeout_s=50.0)[0]
         except (WorkerDiedError, RuntimeError) as error:
-            is_expected = WORDS in str(error) if life.victim == "loader workers" else type(error) is WorkerDiedError
-            if not life.victim or not is_expected:
+            is_of_loader = life.victim == "loader workers" and WORDS in str(error)
+            if not life.victim or not (is_of_loader or type(error) is WorkerDiedError):
                 error.add_note(f"in {life}")
                 raise
             kills += 1

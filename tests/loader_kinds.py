@@ -158,7 +158,7 @@ def of_computed_indices(folder: str, workers: int) -> Any:
 
 
 def in_buckets(folder: str, workers: int) -> Any:
-    return DataLoader(Rows(), batch_sampler=TokenBudget(10), num_workers=workers)
+    return DataLoader(Rows(), batch_sampler=TokenBudget(5), num_workers=workers)
 
 
 def stateful(is_stream: bool, folder: str, workers: int) -> Any:
@@ -277,9 +277,11 @@ def replay_buffer(folder: str, workers: int) -> Any:
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
     from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
-    torch.manual_seed(3)  # it draws from the global generator, on all ranks alike
     buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(COUNT), sampler=SamplerWithoutReplacement(), batch_size=BATCH
+        storage=LazyTensorStorage(COUNT),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=BATCH,
+        generator=torch.Generator(torch.default_generator.device).manual_seed(3),  # on all ranks alike
     )
     buffer.extend(TensorDict({"ids": torch.arange(COUNT)}, [COUNT]))
     return buffer
@@ -311,8 +313,8 @@ KINDS = {
     "WebLoader": Kind(partial(webdataset, True, True), _WEB, write_tars),
     "litdata": Kind(partial(litdata, False), _LIT, write_chunks),
     "litdata's loader": Kind(partial(litdata, True), _LIT, write_chunks),
-    "mosaicml-streaming": Kind(partial(mosaic, False), _MDS, write_mds, repeats=8, tidy=tidy_mosaic),
-    "mosaicml-streaming's loader": Kind(partial(mosaic, True), _MDS, write_mds, repeats=8, tidy=tidy_mosaic),
+    "mosaicml-streaming": Kind(partial(mosaic, False), _MDS, write_mds, repeats=2, tidy=tidy_mosaic),
+    "mosaicml-streaming's loader": Kind(partial(mosaic, True), _MDS, write_mds, repeats=2, tidy=tidy_mosaic),
     "grain": Kind(grain_pipeline, ("grain",), keeps_order=True),
     "grain's loader": Kind(grain_loader, ("grain",), keeps_order=True),
     "torchdata.nodes": Kind(torchdata_nodes, ("torchdata.nodes",), keeps_order=True),
