@@ -25,8 +25,10 @@ def shards_of(first: int, last: int, count: int) -> Any:
 
 
 def split_by_the_user(count: int) -> Any:
+    from datasets.distributed import split_dataset_by_node  # which `datasets` itself does not import
+
     world = current_world()
-    return datasets.distributed.split_dataset_by_node(shards_of(0, COUNT, count), rank(), world.world_size)
+    return split_dataset_by_node(shards_of(0, COUNT, count), rank(), world.world_size)
 
 
 STREAMS: dict[str, Callable[[], Any]] = {
