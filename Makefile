@@ -24,6 +24,8 @@ NEWEST_PYTHON ?= $(lastword $(PYTHON) $(sort $(wildcard $(dir $(shell command -v
 NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade
 
 PROGRAMS := .venv-programs
+# It asks for older transformers and numpy than it needs, and for clients of each cloud.
+MOSAIC := mosaicml-streaming zstd python-snappy cramjam Brotli catalogue
 PROGRAMS_PIP := $(PROGRAMS)/bin/pip --disable-pip-version-check install --quiet --no-compile
 
 .PHONY: demo test test-slow test-all test-xla test-newest test-toy test-engines test-programs soak gpu-check check docs package bench changes release clean
@@ -159,6 +161,7 @@ $(PROGRAMS)/.torch: setup.cfg
 $(PROGRAMS)/.test: $(PROGRAMS)/.torch
 	@$(PROGRAMS_PIP) --editable '.[programs]'
 	@$(PROGRAMS_PIP) $(CONTRIB)
+	@$(PROGRAMS_PIP) --no-deps $(MOSAIC)
 	@touch $@
 
 $(BIN)/python:

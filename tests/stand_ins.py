@@ -48,9 +48,10 @@ class StandIns:
     def is_idle(self) -> bool:
         return bool(self._workers) and self._is_persistent
 
-    def serve(self, seed: int) -> Iterator[Made]:
+    def serve(self, seed: int, number: int | None = None) -> Iterator[Made]:
+        number = number or self._count
         if not self._workers or not self._is_persistent:
-            self._workers = [_Worker(*self._parts, worker, self._count, seed) for worker in range(self._count)]
+            self._workers = [_Worker(*self._parts, worker, number, seed) for worker in range(number)]
         return _in_turn([worker.batches() for worker in self._workers])
 
 

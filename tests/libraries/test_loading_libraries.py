@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loader_kills import check, undisturbed
+from loader_kinds import COUNT, KINDS, TESTED_HERE, numbers_of
 from modes import PROCESSES_2, Mode
 from torch.utils.data import DataLoader
 
@@ -19,79 +20,47 @@ from unisono import DeviceLoader, current_world
 pytestmark = [pytest.mark.programs, pytest.mark.timeout(300)]
 
 PROCESSES_1 = Mode("processes", 1)  # what libraries leave in a process ends with it
-COUNT = 40
 PLANS = [
     [(PROCESSES_2, 2, 2), (PROCESSES_1, 1, 3), (PROCESSES_2, 1, None)],
     [(PROCESSES_2, 0, 3), (PROCESSES_1, 0, 3), (PROCESSES_2, 0, None)],
 ]
+SHUFFLED = [
+    *("Hugging Face shuffled", "litdata", "litdata's loader", "mosaicml-streaming", "mosaicml-streaming's loader"),
+]
+SEEN_BY_ALL = ["grain", "grain's loader", "torchdata.nodes", "torchrl's buffer", "spdl"]
 
 
-def need(name: str) -> None:
-    """Skip the test if the library is not here. It is imported in the ranks only."""
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        pytest.skip(f"needs {name}: make test-programs")
-
-
-def ids_of(samples: list[Any]) -> torch.Tensor:
-    return torch.tensor([int(sample["ids"]) for sample in samples])
-
-
-def hugging_face(folder: str, workers: int, own: bool, shuffles: bool) -> Any:
-    import datasets
-
-    stream = datasets.Dataset.from_dict({"ids": list(range(COUNT))}).to_iterable_dataset(num_shards=8)
-    stream = stream.shuffle(seed=1, buffer_size=5) if shuffles else stream.map(lambda sample: sample)
-    return DataLoader(stream, 2, collate_fn=ids_of, num_workers=workers)
-
-
-def litdata(folder: str, workers: int, own: bool, shuffles: bool) -> Any:
-    import litdata
-
-    kind = litdata.StreamingDataLoader if own else DataLoader
-    stream = litdata.StreamingDataset(folder, shuffle=shuffles, drop_last=False)
-    return kind(stream, batch_size=2, collate_fn=ids_of, num_workers=workers)
-
-
-def mosaic(folder: str, workers: int, own: bool, shuffles: bool) -> Any:
-    import streaming
-
-    kind = streaming.StreamingDataLoader if own else DataLoader
-    stream = streaming.StreamingDataset(local=folder, batch_size=2, shuffle=shuffles, num_canonical_nodes=2)
-    return kind(stream, batch_size=2, collate_fn=ids_of, num_workers=workers)
+def need(*names: str) -> None:
+    """Skip the test if a module is not here. It is imported in the ranks only."""
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            pytest.skip(f"needs {name}: make test-programs")
 
 
 @pytest.fixture
-def folder(library: str, tmp_path: Path) -> str:
+def folder(kind: str, tmp_path: Path) -> str:
     """Where samples are kept, as the library writes them."""
-    need({"hugging_face": "datasets", "mosaic": "streaming"}.get(library, library))
-    if library == "litdata":
-        from litdata.streaming.writer import BinaryWriter
-
-        writer = BinaryWriter(str(tmp_path), chunk_size=5)
-        for number in range(COUNT):
-            writer[number] = {"ids": torch.tensor(number)}
-        writer.done()
-        writer.merge()
-    if library == "mosaic":
-        from streaming import MDSWriter
-
-        with MDSWriter(out=str(tmp_path), columns={"ids": "int"}, size_limit=200, exist_ok=True) as writer:
-            for number in range(COUNT):
-                writer.write({"ids": number})
+    need(*KINDS[kind].needs)
+    KINDS[kind].write(str(tmp_path))
     return str(tmp_path)
 
 
-Make = Callable[[str, int, bool, bool], Any]
-STREAMS: dict[str, Make] = {"hugging_face": hugging_face, "litdata": litdata, "mosaic": mosaic}
-WITH_LOADERS = [(name, own) for name in STREAMS for own in (False, True) if not (own and name == "hugging_face")]
+def counted(loader: DeviceLoader, most: int | None = None) -> list[int]:
+    """The samples that count of the next loop, or of so many batches of it."""
+    iterator = iter(loader)
+    return [
+        each
+        for batch in itertools.islice(iterator, most)
+        for each in numbers_of(batch)[: iterator.valid_samples].tolist()
+    ]
 
 
-@pytest.mark.parametrize(("library", "own"), WITH_LOADERS)
+@pytest.mark.parametrize("kind", SHUFFLED)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_two_epochs_of_two_ranks_have_each_sample_once_and_other_orders(library, folder, own, workers):
+def test_two_epochs_of_two_ranks_have_each_sample_once_and_other_orders(kind, folder, workers):
     def body() -> list[list[int]]:
-        loader = DeviceLoader(STREAMS[library](folder, workers, own, True))
-        return [[each for batch in loader for each in batch[: loader.valid_samples].tolist()] for _ in range(2)]
+        loader = DeviceLoader(KINDS[kind].make(folder, workers))
+        return [counted(loader) for _ in range(2)]
 
     first, second = zip(*PROCESSES_2.run(lambda: body()), strict=True)
     for epoch in (first, second):
@@ -99,18 +68,18 @@ def test_two_epochs_of_two_ranks_have_each_sample_once_and_other_orders(library,
     assert first != second
 
 
-@pytest.mark.parametrize(("library", "own"), WITH_LOADERS)
+@pytest.mark.parametrize("kind", [*SHUFFLED, *SEEN_BY_ALL])
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_second_epoch_goes_on_with_other_numbers_of_ranks_and_workers(library, folder, own, plan):
+def test_the_second_epoch_goes_on_with_other_numbers_of_ranks_and_workers(kind, folder, plan):
     def body(workers: int, most: int | None, state: Any) -> tuple[list[int], Any]:
-        loader = DeviceLoader(STREAMS[library](folder, workers, own, True))
-        if state is None:
+        loader = DeviceLoader(KINDS[kind].make(folder, workers))
+        if state is not None:
+            loader.load_state_dict(state)
+        elif kind in SHUFFLED:
             loader.set_epoch(1)
         else:
-            loader.load_state_dict(state)
-        iterator = iter(loader)
-        batches = itertools.islice(iterator, most)
-        return [each for batch in batches for each in batch[: iterator.valid_samples].tolist()], loader.state_dict()
+            counted(loader)
+        return counted(loader, most), loader.state_dict()
 
     found, state = [], None
     for mode, workers, most in plan:
@@ -118,6 +87,14 @@ def test_the_second_epoch_goes_on_with_other_numbers_of_ranks_and_workers(librar
         found += [sample for samples, _ in got for sample in samples]
         state = got[0][1]
     assert sorted(found) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not {*kind.needs} <= TESTED_HERE])
+def test_runs_that_are_killed_at_random_train_on_each_sample_once(kind):
+    need(*KINDS[kind].needs)
+    expected = undisturbed(kind)
+    for seed in range(2):
+        check(kind, seed, expected)
 
 
 def test_batches_of_tensordicts_are_cut_by_themselves():

@@ -25,8 +25,10 @@ def shards_of(first: int, last: int, count: int) -> Any:
 
 
 def split_by_the_user(count: int) -> Any:
+    from datasets.distributed import split_dataset_by_node  # which `datasets` itself does not import
+
     world = current_world()
-    return datasets.distributed.split_dataset_by_node(shards_of(0, COUNT, count), rank(), world.world_size)
+    return split_dataset_by_node(shards_of(0, COUNT, count), rank(), world.world_size)
 
 
 STREAMS: dict[str, Callable[[], Any]] = {
@@ -58,6 +60,9 @@ def left(make: Callable[[], Any], workers: int, most: int | None, state: Any, ep
 PLANS = [
     [(PROCESSES_2, 2, 2), (SOLO, 1, 3), (PROCESSES_2, 1, None)],
     [(PROCESSES_2, 0, 3), (SOLO, 0, None)],
+    [(SOLO, 1, 3), (SOLO, 0, 3), (PROCESSES_2, 1, None)],
+    [(PROCESSES_2, 1, 2), (SOLO, 0, 3), (SOLO, 2, None)],
+    [(SOLO, 2, 3), (PROCESSES_2, 0, None)],
 ]
 
 

@@ -122,18 +122,19 @@ def test_a_mixture_that_is_seeded_by_rank_is_refused():
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("splitter", [None, "split_by_node", "single_node_only"])
 @pytest.mark.parametrize(
     "plan",
     [
         [(PROCESSES_2, 2, 2), (SOLO, 1, 3), (PROCESSES_2, 1, None)],
         [(PROCESSES_2, 0, 2), (SOLO, 0, 2), (PROCESSES_2, 0, None)],
         [(SOLO, 2, 3), (PROCESSES_2, 2, None)],
+        [(PROCESSES_2, 2, 2), (PROCESSES_2, 0, None)],
     ],
 )
-def test_shards_go_on_with_other_numbers_of_ranks_and_workers(urls, own, splits, plan):
+def test_shards_go_on_with_other_numbers_of_ranks_and_workers(urls, own, splitter, plan):
     def body(workers: int, most: int | None, state: Any) -> tuple[list[float], Any]:
-        dataset = dataset_of(urls, False, nodesplitter=webdataset.split_by_node if splits else None)
+        dataset = dataset_of(urls, False, nodesplitter=splitter and getattr(webdataset, splitter))
         kind = webdataset.WebLoader if own else DataLoader
         loader = DeviceLoader(kind(dataset, batch_size=2, num_workers=workers))
         if state is not None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import SOLO, THREADS_2, THREADS_3
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3
 from stand_ins import stand_ins
 from streams import (
     COUNT,
@@ -306,6 +306,18 @@ def test_uneven_parts_are_said_once_with_who_carries_them(caplog):
     assert "begun by 3 parts, of which 1 rank(s) carry 2 and the others 1" in said[0]
 
 
+ONE_WORKER = "the stream was cut by the numbers of loader workers: one reads it until the epoch ends"
+
+
+@pytest.mark.parametrize(("before", "after"), [(THREADS_2, SOLO), (SOLO, THREADS_2), (PROCESSES_2, SOLO)], ids=str)
+def test_parts_that_loader_workers_have_cut_go_on_without_and_so_by_one(before, after, caplog):
+    first = passes(before, CutsItself, 1, workers=2)
+    with caplog.at_level(logging.WARNING):
+        rest = passes(after, CutsItself, None, None, state=first[0][0].state)
+    assert sorted(all_of(first) + all_of(rest)) == all_of(rest, 1) == list(range(COUNT))
+    assert [each.getMessage() for each in caplog.records].count(ONE_WORKER) == 1
+
+
 class OfItsPlace(Stream):
     """Knows its rank from the beginning, and nothing that would make another rank's part."""
 
@@ -320,7 +332,6 @@ class OfItsPlace(Stream):
 @pytest.mark.parametrize(
     ("dataset", "before", "after", "words"),
     [
-        (CutsItself, (THREADS_2, 2), (SOLO, 0), "cut by their numbers, .* use num_workers=1 or more"),
         (OfItsPlace, (THREADS_2, 1), (SOLO, 1), r"cannot be made: give it a method shard\(num_shards, index\)"),
     ],
 )

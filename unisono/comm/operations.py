@@ -52,10 +52,10 @@ _ADVICE_ON_LOOPS = (
 _ADVICE_ON_CALLS = ", and call nothing that all ranks take part in, such as save_state"
 _ADVICE_ON_ENDS = "; leave a loop on all ranks together, by a value that all have, such as accelerator.reduce(loss)"
 WAY_OUT = (
-    "if each rank reads a part of its own (of a map-style dataset, all of one length), pass DeviceLoader(loader, "
-    "already_sharded=True); if only random augmentation differs, DeviceLoader(loader, already_sharded=False); "
-    "otherwise read the same data on all ranks (random_split with a seeded generator), in the same order (shuffled by "
-    "the epoch, or with one seed)"
+    "if each rank reads a shard of its own (split_dataset_by_node, dataset.shard, Subset), pass the whole data, which "
+    "the loader cuts, or, of a stream or if all shards have one length, DeviceLoader(loader, already_sharded=True); if "
+    "only random augmentation differs, DeviceLoader(loader, already_sharded=False); otherwise read the same data on "
+    "all ranks (random_split with a seeded generator), in the same order (shuffled by the epoch, or with one seed)"
 )
 _RULE_OF_DATA = f"read the same batches, of which the loader gives it a part; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"

@@ -253,7 +253,7 @@ def check_state(state: Mapping[str, Any], source: Source) -> None:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")
     for name, here, way_out in (
-        ("length", source.length, "load it over the same dataset, or begin an epoch with set_epoch"),
+        ("length", source.length, "load it over the same dataset (a shard: on as many ranks), or call set_epoch"),
         ("seed", source.seed, f"pass seed={state.get('seed')}"),
         ("order", source.order, "use the same shuffle= or sampler="),
     ):

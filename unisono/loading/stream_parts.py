@@ -15,6 +15,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from unisono.loading.workers import use_worker_info
+
 PROTOCOL = (
     "give it a method shard(num_shards, index), which returns that part, or let it ask "
     "torch.utils.data.get_worker_info() for num_workers"
@@ -122,9 +124,10 @@ def part_of(dataset: Any, rank: int, ranks: int) -> Any:
         return twin
     if is_of(dataset, "webdataset") and isinstance(getattr(dataset, "pipeline", None), list):
         webdataset: Any = import_module("webdataset")
-        twin = twin_of(dataset)
-        own = ByPlace(rank, ranks)
-        twin.pipeline = [own if stage is webdataset.split_by_node else stage for stage in dataset.pipeline]
+        twin, own = twin_of(dataset), ByPlace(rank, ranks)
+        # The second one, its default, refuses several ranks, which would all read the whole.
+        by_node = webdataset.split_by_node, webdataset.shardlists.single_node_only
+        twin.pipeline = [own if any(stage is each for each in by_node) else stage for stage in dataset.pipeline]
         return twin
     if is_of(dataset, "litdata") and hasattr(dataset, "distributed_env"):
         twin = twin_of(dataset)
@@ -138,3 +141,19 @@ def part_of(dataset: Any, rank: int, ranks: int) -> Any:
         if isinstance(part := dataset.shard(num_shards=ranks, index=rank), Iterable):
             return part
     return None
+
+
+def hide_workers() -> None:
+    """Let a dataset in the only loader worker of its stream see none: Hugging Face's shuffle buffers would draw another
+    order."""
+    use_worker_info(None)
+    with suppress(ImportError):  # what datasets does in a loader worker, whose parent's thread is not here
+        import_module("fsspec.asyn").reset_lock()
+
+
+def has_shuffle_buffer(examples: Any) -> bool:
+    """Whether a streamed HuggingFace dataset shuffles in a buffer, whose contents its state does not include."""
+    inner = [getattr(examples, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    inner += getattr(examples, "ex_iterables", ())
+    is_buffer = "BufferShuffled" in type(examples).__name__
+    return is_buffer or any(has_shuffle_buffer(each) for each in inner if each is not None)

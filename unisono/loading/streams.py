@@ -48,6 +48,8 @@ from unisono.loading.stream_parts import (
     PROTOCOL,
     continues_anywhere,
     cuts_by_node,
+    has_shuffle_buffer,
+    hide_workers,
     is_of,
     is_sized_by_rank,
     move,
@@ -94,7 +96,7 @@ class StreamSource(Source):
         taken = before if is_begun else before._replace(by=by, is_of_rank=by == "dataset")
         taken = taken.cut_for(self._ranks, max(loader.num_workers, 1))
         parts = taken.parts_of(self._rank, self._ranks, max(loader.num_workers, 1))
-        datasets = self._datasets_of(parts, taken, loader.num_workers, dataset)
+        datasets = self._datasets_of(parts, taken, dataset)
         if is_begun and any(taken.here.parts[part].state is None for each in parts for part in each):
             logger.warning("rank %d resumes the stream by reading and discarding what was delivered", self._rank)
         size, sharing = loader.batch_size, self._ranks if rule.split == "global" and not rule.is_cut else 1
@@ -200,23 +202,17 @@ class StreamSource(Source):
         if is_part or cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"  # by datasets.distributed.split_dataset_by_node, or by itself
         # By stride if it cannot be cut: every rank reads all.
-        part = None if is_of(dataset, "webdataset") else part_of(dataset, rank, ranks)
+        if is_of(dataset, "webdataset"):
+            return part_of(dataset, 0, 1) or dataset, "stride"
+        part = part_of(dataset, rank, ranks)
         return (dataset, "stride") if part is None else (part, "dataset")
 
-    def _datasets_of(
-        self, parts: list[list[int]], taken: StreamPosition, num_workers: int, dataset: Any
-    ) -> dict[int, Any]:
+    def _datasets_of(self, parts: list[list[int]], taken: StreamPosition, dataset: Any) -> dict[int, Any]:
         """The datasets of parts that were cut by ranks when the pass began, by rank; StateError if they cannot be cut
         so here."""
         if not taken.keeps_parts:
             return {}
         ranks, workers = taken.here[:2]
-        row = workers if taken.is_of_rank else len(taken.here.parts)
-        if taken.by == "worker" and row > 1 and not num_workers:
-            raise StateError(
-                f"the state was saved by {ranks} rank(s) with {workers} loader worker(s) each, and the stream was cut "
-                "by their numbers, which a loop with num_workers=0 cannot tell it; use num_workers=1 or more"
-            )
         if self._rank == 0 and len(taken.here.parts) % self._ranks:
             least, more = divmod(len(taken.here.parts), self._ranks)
             logger.warning(
@@ -240,7 +236,12 @@ class StreamSource(Source):
     def _make_batches(
         self, loader: DataLoader[Any], reader: PartReader, rule: Rule, epoch: int, shows_first: bool
     ) -> Iterator[Made]:
-        if not loader.num_workers:
+        number = loader.num_workers
+        if not number and reader.goes_on == "worker" and reader.row > 1:
+            number = 1  # elsewhere, the dataset cannot be told which part it reads
+            if self._rank == 0:
+                logger.warning("the stream was cut by the numbers of loader workers: one reads it until the epoch ends")
+        if not number:
             return reader.made(epoch)
         kept = None if reader.taken.offset else self._persistent  # a resumed pass has other parts than the next one
         if kept is not None and kept[0] == rule and kept[1].is_idle:
@@ -251,7 +252,7 @@ class StreamSource(Source):
             self._persistent = (rule, pool, reader) if stay else None
         reader.set_epoch(epoch)
         reader.cell[1] = shows_first
-        return pool.serve(seed_of(self.seed, epoch, "workers", self._rank))
+        return pool.serve(seed_of(self.seed, epoch, "workers", self._rank), number=number)
 
 
 Made = tuple[Any, int | None, Read]  # a batch of one part, its number of rows, if that is known, and what it leaves
@@ -298,10 +299,9 @@ class PartReader(IterableDataset[Packed]):
 
     def _enter(self, part: int, worker: int, seed: int) -> AskedInfo:
         """Tell the dataset, in a loader worker, which part it reads, then call the user's worker_init_fn."""
-        row, dataset = self.taken.here.workers, self.dataset_of(part)
+        row, dataset = self.row, self.dataset_of(part)
         number = part % row
         if self.by == "stride":
-            number, row = part, len(self.taken.here.parts)
             answer_as_one_rank()
         if self.goes_on == "stride":  # whoever asks reads the whole stream
             number, row = 0, 1
@@ -310,6 +310,11 @@ class PartReader(IterableDataset[Packed]):
         if self.init is not None:
             self.init(part % self.taken.here.workers if self.by != "stride" else part)
         return asked
+
+    @property
+    def row(self) -> int:
+        """The number of loader workers that a dataset in one is told."""
+        return len(self.taken.here.parts) if self.by == "stride" else self.taken.here.workers
 
     @property
     def goes_on(self) -> Cutter | None:
@@ -324,6 +329,8 @@ class PartReader(IterableDataset[Packed]):
         except Exception as error:
             # Yielded, not raised: torch would send it as text, and lose its type.
             yield Packed(error=error)
+        finally:
+            use_worker_info(info)  # for the next pass
 
     def made(self, epoch: int, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
         """The batches of a worker's parts. `asked` records whether the dataset uses `get_worker_info()`."""
@@ -398,7 +405,7 @@ class PartSamples:
         self.seen = [tuple(each) for each in state["seen"]] if state else [(0, 0, 0, 0)] * len(self._layers)
         self._has_ended = bool(state) and state["dataset"] is None
         self._dataset = reader.dataset_of(number)
-        self._is_stateful = is_stateful(self._dataset) and not _has_shuffle_buffer(self._dataset)
+        self._is_stateful = is_stateful(self._dataset) and not has_shuffle_buffer(self._dataset)
         self._first: Position | None = None  # after the first of them
         self._before = self._position  # without the last of them
         self._by: Cutter | None = None  # known once the first sample is read, and so are
@@ -413,8 +420,8 @@ class PartSamples:
         if asked is not None:
             asked.is_late = False
             seed_all(seed)  # before `iter`, in which many datasets shuffle
-            if reader.goes_on == "dataset" and reader.taken.here.workers == 1:
-                use_worker_info(None)  # as where it was cut, perhaps in the loop's process
+            if asked.row == 1 and (reader.goes_on == "dataset" or is_of(self._dataset, "datasets")):
+                hide_workers()  # as where it was cut, perhaps in the loop's process
         reader.set_epoch(epoch)
         source = None
         if state := self._position.state:
@@ -504,11 +511,3 @@ class PartSamples:
             self._before, self._position = self._position, position
             self._first = self._first or position
         return part == self.number
-
-
-def _has_shuffle_buffer(examples: Any) -> bool:
-    """Whether a streamed HuggingFace dataset shuffles in a buffer, whose contents its state does not include."""
-    inner = [getattr(examples, name, None) for name in ("_ex_iterable", "ex_iterable")]
-    inner += getattr(examples, "ex_iterables", ())
-    is_buffer = "BufferShuffled" in type(examples).__name__
-    return is_buffer or any(_has_shuffle_buffer(each) for each in inner if each is not None)
