@@ -3,7 +3,8 @@
     python bench/plain_data.py [--blocks 10] [--samples 10000000]
 
 Each block makes one pass with torch's DataLoader and one with a DeviceLoader over another DataLoader of the same
-arguments. JPEGs need Pillow; without it, a line says so.
+arguments. Each case has a process of its own, since thousands of small tensors leave a heap in pieces, in which the next
+case finds no room for its batches. JPEGs need Pillow; without it, a line says so.
 """
 
 from __future__ import annotations
@@ -130,19 +131,24 @@ def large_shuffle(samples: int, blocks: int) -> None:
         show(f"the first batch of {samples:,} shuffled samples, {what}", costs, unit=unit)
 
 
+def compare(name: str, blocks: int) -> None:
+    """In a process of its own: one case."""
+    torch.set_num_threads(1)
+    try:
+        case = cases()[name]()
+    except ModuleNotFoundError as error:
+        print(f"{name}: left out, {error}")
+        return
+    bare = DataLoader(case.dataset, **case.arguments)
+    ours = DeviceLoader(DataLoader(case.dataset, **case.arguments), "cpu")
+    show(name, interleave({OURS: seconds_of(ours, case.batches), THEIRS: seconds_of(bare, case.batches)}, blocks))
+
+
 def main() -> None:
     arguments = options(__doc__, DEVICES, blocks=10, samples=10**7)
-    torch.set_num_threads(1)
-    for name, make in cases().items():
-        try:
-            case = make()
-        except ModuleNotFoundError as error:
-            print(f"{name}: left out, {error}")
-            continue
-        bare = DataLoader(case.dataset, **case.arguments)
-        ours = DeviceLoader(DataLoader(case.dataset, **case.arguments), "cpu")
-        variants = {OURS: seconds_of(ours, case.batches), THEIRS: seconds_of(bare, case.batches)}
-        show(name, interleave(variants, arguments.blocks))
+    for name in cases():
+        text = f"import plain_data; plain_data.compare({name!r}, {arguments.blocks})"
+        subprocess.run([sys.executable, "-c", text], check=True, cwd=sys.path[0])
     large_shuffle(arguments.samples, max(1, arguments.blocks // 4))
 
 

@@ -25,12 +25,12 @@ Invariants:
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from unisono.protocols import DeviceClock
@@ -74,6 +74,7 @@ class Span(NamedTuple):
 
 
 _span = partial(tuple.__new__, Span)  # without a Python call, which each switch of phase would cost
+waits_of = partial(tuple.__new__, Waits)  # so, too, for each batch
 
 
 class Track:
@@ -96,13 +97,14 @@ class Track:
         Args:
             name: of the innermost named block, if that changes.
         """
-        now, left = time.perf_counter_ns(), self.phase
+        now, left = perf_counter_ns(), self.phase
         ended = self._name or left
         if ended is not None:
             self.spans.append(_span((ended, self.since, now)))
             self.totals[ended] += now - self.since
         self.phase, self.since = phase, now
-        self._name = self._name if name is _SAME else name
+        if name is not _SAME:
+            self._name = name
         if self.on_device is not None:
             self.on_device.enter(self._name or phase, now)
         return left
@@ -135,10 +137,8 @@ class Track:
         if self._name is not None:  # the wait is not a part of "fetch"
             return
         counts, (source, transfer, peers) = self.counts, waits
-        if is_direct:
-            source, transfer = source + transfer, 0
-        counts[_WAIT_SOURCE] += source
-        counts[_WAIT_TRANSFER] += transfer
+        counts[_WAIT_SOURCE] += source + transfer if is_direct else source
+        counts[_WAIT_TRANSFER] += 0 if is_direct else transfer
         counts[_WAIT_PEERS] += peers
 
 

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from unisono.loaders.fetcher import Fetcher, FetcherBeside, Look, Request, few
 from unisono.loaders.made_rows import Collated
 from unisono.loaders.order import batches_of, epoch_asked_of
 from unisono.loaders.permutation import Permutation
-from unisono.loaders.sharding import IN_ROUND, Claim, Part, Piece, Rule, Size, deal, mark_of, rounds
+from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds
 from unisono.loaders.sources import LOOKED_AT, Begun, Source, State
 from unisono.loaders.tuning import Tuner
 from unisono.loaders.workers import WorkerPool, start_worker
@@ -155,10 +155,10 @@ class IndexedSource(Source):
         else:
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
             made = _serve_pass(partial(self._pool.serve, own_seed, skips=skips), jobs, look)
-        made = _with_places(made) if skips else made
         if self._is_collated:
             return Begun(epoch, position, _count_rows(made, self._dim, rule))
-        return Begun(epoch, position, ([job.piece(batch) for job, batch in each] for each in made))
+        # `map`, since a generator would hold each batch while the next one is made.
+        return Begun(epoch, position, map(_pieces_of, made))
 
     def _serve_tuned(
         self,
@@ -241,20 +241,15 @@ def _jobs(
     batches: Iterator[Sequence[Any]], nominal: int | None, rule: Rule, start: int, epoch: int, seed: int
 ) -> Iterator[list[Job]]:
     """The pieces to load in a pass, round by round, for the places that the rule keeps."""
-    parts: list[Part] = []
-    plans: dict[int, tuple[Part, int, Claim]] = {}  # by place: what is equal in all rounds that are dealt equally
+    dealt_as: tuple[Any, Any] = None, None
+    plans: list[tuple[Part, int, Claim]] = []  # of each kept place, what is equal in all rounds that are dealt equally
     # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
     shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
     for number, dealt in enumerate(rounds(batches, rule, lambda indices, _: _size(len(indices)), nominal, start)):
-        if dealt.parts is not parts:
-            parts = dealt.parts
-            plans.clear()
         kept = rule.kept_of(number)
-        for place in [each for each in kept if each not in plans]:
-            part = parts[place]
-            behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
-            total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
-            plans[place] = part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
+        if dealt.parts is not dealt_as[0] or kept is not dealt_as[1]:
+            dealt_as = dealt.parts, kept
+            plans = [_plan(dealt, place, shards) for place in kept]
         position = {"offset": dealt.stop * shards}
         mark = 0
         if is_marked:
@@ -262,29 +257,45 @@ def _jobs(
             seen = dealt.batches[:1] if isinstance(dealt.batches[0], Permutation) else dealt.batches
             mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in seen if batch])
         jobs = []
-        for part, behind, claim in map(plans.__getitem__, kept):
+        for part, behind, claim in plans:
             batch, own = dealt.batches[part.batch], part.stop - part.start
             if part.padding:
                 indices = [batch[place] for place in part.order()]
             else:
-                indices = list(batch if own == len(batch) else batch[part.start : part.stop])
+                indices = batch if own == len(batch) else batch[part.start : part.stop]
+                indices = indices if type(indices) is list else list(indices)
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
 
 
+def _plan(dealt: Round[Any], place: int, shards: int) -> tuple[Part, int, Claim]:
+    """The part of a place in a round, the number of samples before it, and its claim."""
+    part = dealt.parts[place]
+    behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
+    total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
+    return part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
+
+
+def _pieces_of(made: list[Made]) -> list[Piece]:
+    return [job.piece(batch) for job, batch in made]
+
+
 def _count_rows(made: Iterator[list[Made]], dim: int, rule: Rule) -> Iterator[list[Piece]]:
     """The pieces of each round, which a `collate_fn` has made, with the rows that they have; ValueError if their number
     is not allowed. On several ranks, a batch without any becomes a row that does not count."""
+    # `map`, as in `IndexedSource._open`.
     if rule.virtual is not None:
-        for each in made:
-            yield [_as_dealt(job, batch) for job, batch in each]
-        return
+        return map(lambda each: list(starmap(_as_dealt, each)), made)
     is_summed = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
-    counted = ([_counted(job, batch, rule) for job, batch in each] for each in made)
-    for pieces in counted if rule.count * rule.shards == 1 else _filled(counted, dim):
-        total = None if is_summed else sum(each.claim.samples for each in pieces)
-        yield [each._replace(claim=each.claim._replace(total=total, is_summed=is_summed)) for each in pieces]
+    counted = map(lambda each: [_counted(job, batch, rule) for job, batch in each], made)
+    dealt = counted if rule.count * rule.shards == 1 else _filled(counted, dim)
+    return map(partial(_with_total, is_summed), dealt)
+
+
+def _with_total(is_summed: bool, pieces: list[Piece]) -> list[Piece]:
+    total = None if is_summed else sum(each.claim.samples for each in pieces)
+    return [each._replace(claim=each.claim._replace(total=total, is_summed=is_summed)) for each in pieces]
 
 
 def _as_dealt(job: Job, made: Any) -> Piece:
@@ -340,15 +351,6 @@ def _repeated(spare: Piece, piece: Piece) -> Piece:
 
 def _rows_of(piece: Piece) -> int:
     return piece.claim.samples + piece.claim.repeated
-
-
-def _with_places(made: Iterator[list[Made]]) -> Iterator[list[Made]]:
-    """The same; failures say in which round they are."""
-    for number, each in enumerate(made):
-        for _, batch in each:
-            if type(batch) is Outcome and batch.error is not None:
-                batch.error.add_note(IN_ROUND.format(number))
-        yield each
 
 
 def _look_at(batches: Iterator[Sequence[Any]], epoch: int, seed: int) -> tuple[Look | None, Iterator[Sequence[Any]]]:
