@@ -3,8 +3,8 @@
     python bench/plain_data.py [--blocks 10] [--samples 10000000]
 
 Each block makes one pass with torch's DataLoader and one with a DeviceLoader over another DataLoader of the same
-arguments. Each case has a process of its own, since thousands of small tensors leave a heap in pieces, in which the next
-case finds no room for its batches. JPEGs need Pillow; without it, a line says so.
+arguments. Each case has a process of its own: thousands of small tensors leave a heap in pieces, in which the next case
+finds no room for its batches. JPEGs need Pillow; without it, a line says so.
 """
 
 from __future__ import annotations

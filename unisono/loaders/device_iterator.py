@@ -126,12 +126,9 @@ class DeviceIterator:
         except BaseException as error:
             self._end_loop(error, loop, received, began)
             raise
-        if type(delivery.batch) is Outcome and (failure := delivery.batch.error) is not None:
+        if type(delivery.batch) is Outcome and delivery.batch.error is not None:
             track.switch(COMPUTE)
-            # A copy: its traceback references this iterator, and so the source, which may keep the error.
-            failure = copy_error(failure)
-            failure.add_note(IN_ROUND.format(lane.received - len(self._ahead) - 1))
-            raise failure
+            raise _in_round(delivery.batch.error, lane.received - len(self._ahead) - 1)
         self._note(delivery, loop, received, began)
         track.counts["queued"] += queued
         return delivery.batch
@@ -284,6 +281,13 @@ class DeviceIterator:
             around = next(iter(self._deliveries.open_loops()), None)
             seeding = ended.last.draw.seed_behind if around is None or around.seeding is None else around.seeding
             seed_beside(self._lane.backend, self._lane.device, seeding())
+
+
+def _in_round(error: BaseException, number: int) -> BaseException:
+    """A copy with a note: its traceback references the iterator, and so the source, which may keep the error."""
+    copied = copy_error(error)
+    copied.add_note(IN_ROUND.format(number))
+    return copied
 
 
 def _is_failed(ahead: Outcome[Delivery]) -> bool:

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import chain, islice, starmap
+from itertools import chain, islice
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -286,11 +286,19 @@ def _count_rows(made: Iterator[list[Made]], dim: int, rule: Rule) -> Iterator[li
     is not allowed. On several ranks, a batch without any becomes a row that does not count."""
     # `map`, as in `IndexedSource._open`.
     if rule.virtual is not None:
-        return map(lambda each: list(starmap(_as_dealt, each)), made)
+        return map(_all_as_dealt, made)
     is_summed = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
-    counted = map(lambda each: [_counted(job, batch, rule) for job, batch in each], made)
+    counted = map(partial(_all_counted, rule), made)
     dealt = counted if rule.count * rule.shards == 1 else _filled(counted, dim)
     return map(partial(_with_total, is_summed), dealt)
+
+
+def _all_as_dealt(made: list[Made]) -> list[Piece]:
+    return [_as_dealt(job, batch) for job, batch in made]
+
+
+def _all_counted(rule: Rule, made: list[Made]) -> list[Piece]:
+    return [_counted(job, batch, rule) for job, batch in made]
 
 
 def _with_total(is_summed: bool, pieces: list[Piece]) -> list[Piece]:

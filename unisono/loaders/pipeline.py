@@ -378,7 +378,7 @@ class Unthreaded:
         if reading <= SWITCH_NS or (computing is not None and computing <= SWITCH_NS):
             self._slow = max(self._slow - 1, -_MANY)
             return False
-        # A long one counts twice. The first may be so because its memory is new, or something is imported for it: what is
-        # read ahead by another thread would be in new memory each time.
+        # A long one counts twice. The first may be long because its memory is new, or something is imported for it; and
+        # what another thread reads ahead may be in new memory each time.
         self._slow += 1 + (reading > LONG_NS) + (reading > 5 * LONG_NS)
         return self._slow >= _FEW
