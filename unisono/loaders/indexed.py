@@ -262,8 +262,8 @@ def _jobs(
             if part.padding:
                 indices = [batch[place] for place in part.order()]
             else:
-                indices = batch if own == len(batch) else batch[part.start : part.stop]
-                indices = indices if type(indices) is list else list(indices)
+                meant = batch if own == len(batch) else batch[part.start : part.stop]
+                indices = meant if type(meant) is list else list(meant)
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
