@@ -220,8 +220,7 @@ class Deliveries:
             loop.kinds[kind] = batch
             loop.has_repeated |= rows not in (None, samples)
             loop.is_sized &= rows is not None
-        if loop.is_evaluation and torch.is_grad_enabled():
-            loop.is_evaluation = False
+        loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
         loop.last, loop.lags = batch, False
         if self._loops[-1] is not loop:
             with self._changing:

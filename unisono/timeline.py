@@ -73,8 +73,7 @@ class Span(NamedTuple):
     stop: int
 
 
-_span = partial(tuple.__new__, Span)  # without a Python call, which each switch of phase would cost
-waits_of = partial(tuple.__new__, Waits)  # so, too, for each batch
+_span, waits_of = partial(tuple.__new__, Span), partial(tuple.__new__, Waits)  # without a Python call
 
 
 class Track:
@@ -103,8 +102,7 @@ class Track:
             self.spans.append(_span((ended, self.since, now)))
             self.totals[ended] += now - self.since
         self.phase, self.since = phase, now
-        if name is not _SAME:
-            self._name = name
+        self._name = self._name if name is _SAME else name
         if self.on_device is not None:
             self.on_device.enter(self._name or phase, now)
         return left

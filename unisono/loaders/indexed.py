@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate
@@ -17,32 +17,17 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from unisono.errors import StateError
 from unisono.loaders.comparison import place_in
 from unisono.loaders.fetcher import Fetcher, FetcherBeside, Look, Request, few
-from unisono.loaders.made_rows import Collated
+from unisono.loaders.jobs import Job, Made, count_rows, pieces_of
 from unisono.loaders.order import batches_of, epoch_asked_of
 from unisono.loaders.permutation import Permutation
-from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds
+from unisono.loaders.sharding import Claim, Part, Round, Rule, Size, deal, mark_of, rounds
 from unisono.loaders.sources import LOOKED_AT, Begun, Source, State
 from unisono.loaders.tuning import Tuner
 from unisono.loaders.workers import WorkerPool, start_worker
 from unisono.outcome import Outcome
 from unisono.randomness import seed_of, seeded
-from unisono.tree import can_cut, take
 
 logger = logging.getLogger(__name__)
-
-
-class Job(NamedTuple):
-    """One piece to load."""
-
-    request: Request
-    claim: Claim
-    position: Any
-
-    def piece(self, batch: Any) -> Piece:
-        return Piece(batch, self.claim, self.position)
-
-
-Made = tuple[Job, Any]  # what was to be loaded, and the batch
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
@@ -156,9 +141,8 @@ class IndexedSource(Source):
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
             made = _serve_pass(partial(self._pool.serve, own_seed, skips=skips), jobs, look)
         if self._is_collated:
-            return Begun(epoch, position, _count_rows(made, self._dim, rule))
-        # `map`, since a generator would hold each batch while the next one is made.
-        return Begun(epoch, position, map(_pieces_of, made))
+            return Begun(epoch, position, count_rows(made, self._dim, rule))
+        return Begun(epoch, position, map(pieces_of, made))
 
     def _serve_tuned(
         self,
@@ -275,90 +259,6 @@ def _plan(dealt: Round[Any], place: int, shards: int) -> tuple[Part, int, Claim]
     behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
     total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
     return part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
-
-
-def _pieces_of(made: list[Made]) -> list[Piece]:
-    return [job.piece(batch) for job, batch in made]
-
-
-def _count_rows(made: Iterator[list[Made]], dim: int, rule: Rule) -> Iterator[list[Piece]]:
-    """The pieces of each round, which a `collate_fn` has made, with the rows that they have; ValueError if their number
-    is not allowed. On several ranks, a batch without any becomes a row that does not count."""
-    # `map`, as in `IndexedSource._open`.
-    if rule.virtual is not None:
-        return map(_all_as_dealt, made)
-    is_summed = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
-    counted = map(partial(_all_counted, rule), made)
-    dealt = counted if rule.count * rule.shards == 1 else _filled(counted, dim)
-    return map(partial(_with_total, is_summed), dealt)
-
-
-def _all_as_dealt(made: list[Made]) -> list[Piece]:
-    return [_as_dealt(job, batch) for job, batch in made]
-
-
-def _all_counted(rule: Rule, made: list[Made]) -> list[Piece]:
-    return [_counted(job, batch, rule) for job, batch in made]
-
-
-def _with_total(is_summed: bool, pieces: list[Piece]) -> list[Piece]:
-    total = None if is_summed else sum(each.claim.samples for each in pieces)
-    return [each._replace(claim=each.claim._replace(total=total, is_summed=is_summed)) for each in pieces]
-
-
-def _as_dealt(job: Job, made: Any) -> Piece:
-    if type(made) is not Collated:  # a failure
-        return job.piece(made)
-    indices = job.request.indices
-    if made.rows != len(indices):
-        rows = "an unknown number of" if made.rows is None else made.rows
-        raise ValueError(
-            f"collate_fn returned {rows} rows of {len(indices)} samples ({few(indices)}), and with virtual_ranks what "
-            "counts in a round is known when it is dealt; let it return tensors with a row of each sample"
-        )
-    return job.piece(made.batch)
-
-
-def _counted(job: Job, made: Any, rule: Rule) -> Piece:
-    if type(made) is not Collated:  # a failure
-        return job.piece(made)
-    piece, claim, rows, indices = job.piece(made.batch), job.claim, made.rows, job.request.indices
-    if rows == len(indices):
-        return piece
-    if rows is None:
-        counting = int(claim.samples > 0)  # it may only repeat another batch
-        return piece._replace(claim=claim._replace(samples=counting, is_sized=False, is_guess=counting > 0))
-    if rule.tail == "pad" or rule.fixed_batch_size:
-        raise ValueError(
-            f"collate_fn returned {rows} rows of {len(indices)} samples ({few(indices)}), and tail='pad' and "
-            "fixed_batch_size=True promise batches of one size; let it return one row of each sample, or leave these "
-            "options out"
-        )
-    counting = rows if claim.samples else 0
-    return piece._replace(claim=claim._replace(samples=counting, repeated=rows - counting))
-
-
-def _filled(rounds: Iterator[list[Piece]], dim: int) -> Iterator[list[Piece]]:
-    """The rounds; a batch without a row is replaced by a row of another one, the first that has any."""
-    spare: Piece | None = None
-    waiting: list[list[Piece]] = []
-    for pieces in rounds:
-        waiting.append(pieces)
-        if spare is None and (spare := next(filter(_rows_of, pieces), None)) and can_cut(spare.batch, dim):
-            spare = Piece(take(spare.batch, [0], dim), Claim(1, None))
-        if spare is not None:
-            for each in waiting:
-                yield [piece if _rows_of(piece) else _repeated(spare, piece) for piece in each]
-            waiting.clear()
-    yield from waiting
-
-
-def _repeated(spare: Piece, piece: Piece) -> Piece:
-    return spare._replace(claim=piece.claim._replace(repeated=_rows_of(spare)), position=piece.position)
-
-
-def _rows_of(piece: Piece) -> int:
-    return piece.claim.samples + piece.claim.repeated
 
 
 def _look_at(batches: Iterator[Sequence[Any]], epoch: int, seed: int) -> tuple[Look | None, Iterator[Sequence[Any]]]:
