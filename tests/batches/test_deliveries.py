@@ -24,7 +24,7 @@ def deliveries() -> Deliveries:
 
 def draw(deliveries: Deliveries, loop: Loop, samples: int = 2, total: int = 4) -> tuple[torch.Tensor, Batch]:
     tensor = torch.zeros(samples, 3)
-    return tensor, deliveries.add(loop, {"inputs": [tensor]}, samples, total)
+    return tensor, deliveries.add(loop, [tensor], samples, total)
 
 
 def meant(deliveries: Deliveries, values: torch.Tensor | tuple[object, ...]) -> list[Batch | None]:
@@ -97,7 +97,7 @@ def test_a_loop_that_the_garbage_collector_ends_while_another_begins_is_not_take
             deliveries.end(self.loop)
 
     left = deliveries.begin()
-    deliveries.add(left, torch.ones(2), 2, 2)
+    deliveries.add(left, [torch.ones(2)], 2, 2)
     threshold = gc.get_threshold()
     gc.collect()
     gc.disable()

@@ -17,6 +17,7 @@ import numpy
 import psutil
 import pytest
 import torch
+from epochs import Numbers
 from faults import many_open_files
 from modes import THREADS_2
 from streams import COUNT, Stream
@@ -129,6 +130,23 @@ def test_all_are_forked_before_one_is_awaited(monkeypatch):
         )
     assert sorted(one_pass()) == list(range(COUNT))
     assert events[:2] == ["_fork", "_fork"]
+
+
+def test_a_worker_loads_before_its_parent_has_awaited_any(monkeypatch):
+    """Which in a pass of many workers is when the last one was forked."""
+    has_loaded = multiprocessing.get_context("fork").Event()
+
+    class Telling(Numbers):
+        def __getitem__(self, index: int) -> int:
+            has_loaded.set()
+            return index
+
+    def await_later(process, work=forked_workers._await):
+        assert has_loaded.wait(60)
+        work(process)
+
+    monkeypatch.setattr(forked_workers, "_await", await_later)
+    assert [int(each) for each in DeviceLoader(DataLoader(Telling(4), num_workers=2))] == [0, 1, 2, 3]
 
 
 def test_workers_are_forked_from_a_process_with_more_than_a_thousand_open_files():

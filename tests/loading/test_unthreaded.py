@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import weakref
 
 import pytest
 import torch
@@ -73,7 +74,10 @@ def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own)
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [
-        ([(2_000_000, None)], True),  # reading, and the step before it, in nanoseconds
+        ([(6_000_000, None)], True),  # reading, and the step before it, in nanoseconds
+        ([(2_000_000, None)], False),  # it may be so only because it is the first
+        ([(2_000_000, None), (150_000, 500_000)], True),
+        ([(2_000_000, None), *[(2_000_000, 50_000)] * 20], False),
         ([(900_000, None), (900_000, 500_000), (900_000, 500_000)], True),
         ([(900_000, None), *[(900_000, 50_000)] * 20], False),  # nothing to read beside
         ([(50_000, None), *[(50_000, 9_000_000)] * 20], False),
@@ -83,6 +87,23 @@ def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own)
 def test_the_reader_takes_over_where_batches_and_steps_cost_more_than_a_thread(costs, expected):
     loop = reading.Unthreaded(None, iter(()))
     assert [loop._is_slow(*each) for each in costs][-1] is expected
+
+
+@pytest.mark.parametrize("collate_fn", [None, torch.tensor])
+def test_a_batch_that_the_loop_has_dropped_does_not_stay_in_memory(collate_fn):
+    seen = []
+
+    class Looking(Numbers):
+        def __getitem__(self, index: int) -> int:
+            seen.append([each() is not None for each in delivered])
+            return index
+
+    delivered = []
+    iterator = iter(unthreaded(DataLoader(Looking(6), batch_size=2, collate_fn=collate_fn)))
+    while len(delivered) < 3:
+        delivered.append(weakref.ref(next(iterator)))
+    assert not any(map(any, seen))
+    assert len(seen) == 6
 
 
 def test_what_surrounds_the_loop_is_not_seen_by_the_dataset():

@@ -17,7 +17,7 @@ from unisono.report.timeline import COMPUTE, DEVICE, FETCH, MAX_SPANS, MOVE, PHA
 def clock(monkeypatch: pytest.MonkeyPatch) -> itertools.count[int]:
     """Time in whole steps: each look at the clock is one later than the look before."""
     ticks = itertools.count(1)
-    monkeypatch.setattr(timelines.time, "perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr(timelines, "perf_counter_ns", lambda: next(ticks))
     return ticks
 
 

@@ -208,23 +208,25 @@ class Deliveries:
         for each in self.recent():
             each.is_settled = True
 
-    def add(self, loop: Loop, values: Any, *claim: Any, **others: Any) -> Batch:
-        """Register a batch that is being delivered, in the loop's thread: tensors in any nesting, and what it counts,
-        as for `Batch`."""
+    def add(self, loop: Loop, found: Sequence[torch.Tensor], *claim: Any, **others: Any) -> Batch:
+        """Register a batch that is being delivered, in the loop's thread: its tensors, and what it counts, as for
+        `Batch`."""
         batch = Batch(loop, *claim, **others)
         loop.num_batches = batch.number = loop.num_batches + 1
-        loop.num_rows += batch.samples if batch.rows is None else batch.rows
-        loop.has_repeated = loop.has_repeated or batch.rows not in (None, batch.samples)
-        loop.is_sized = loop.is_sized and batch.rows is not None
+        samples, rows = batch.samples, batch.rows
+        loop.num_rows += samples if rows is None else rows
+        kind = samples, batch.total, rows
+        if kind not in loop.kinds:
+            loop.kinds[kind] = batch
+            loop.has_repeated |= rows not in (None, samples)
+            loop.is_sized &= rows is not None
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
-        loop.kinds.setdefault((batch.samples, batch.total, batch.rows), batch)
-        loop.last = batch
-        loop.lags = False
+        loop.last, loop.lags = batch, False
         if self._loops[-1] is not loop:
             with self._changing:
                 # `recent` lists the loops by their latest batches.
                 self._loops = [*(each for each in self._loops if each is not loop), loop]
-        self.know(tensors(values), batch)
+        self.know(found, batch)
         return batch
 
     def know(self, found: Sequence[torch.Tensor], batch: Batch) -> None:

@@ -23,7 +23,7 @@ from unisono.errors import UnisonoError
 from unisono.loading.balance import Balance
 from unisono.loading.channel import EndOfChannel
 from unisono.loading.pipeline import Delivery, Lane
-from unisono.loading.sharding import Claim
+from unisono.loading.sharding import IN_ROUND, Claim
 from unisono.loading.sources import State
 from unisono.loading.tuning import Tuner
 from unisono.report.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming, Track
@@ -110,13 +110,7 @@ class DeviceIterator:
         loop, received = self._loop, self._received  # another thread may close this iterator, and end both
         # A track belongs to a thread, so an iterator that is handed to another one begins a loop there.
         if loop is None or received is None or loop.track is not track:
-            if self._failure is not None:
-                raise RuntimeError(_ENDED.format(self._failure))
-            own = weakref.ref(self)
-            received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own), partial(_tail, own))
-            self._loop, self._received = loop, received = LoopTiming(track), received
-            self._deliveries.lone_steps.follow(self._num_begun)
-            self._deliveries.note_draw(received, self)
+            loop, received = self._begin_loop(track)
         else:
             self._deliveries.note_draw(received, self)
             track.switch(FETCH)
@@ -130,28 +124,48 @@ class DeviceIterator:
             delivery = self._next_delivery(received)
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
-            loop.end()
-            track.count_wait(lane.last_stamps().divide(began, track.since), lane.is_direct)
-            self._deliveries.end(received, isinstance(error, EndOfChannel))
-            self._loop = self._received = None
-            if isinstance(error, EndOfChannel):
-                if received.last is None and self.num_virtual is not None:  # of a loop that was resumed at its end
-                    seed_beside(lane.backend, lane.device, seed_behind(self._parent.seed, self.epoch))
-                self._seed_behind(received)
-                lane.progress.has_ended = True
-                raise StopIteration from None
-            if isinstance(error, StopIteration):  # a loop would end as if the data had
-                raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
-            if isinstance(error, Exception) and not isinstance(error, UnisonoError):
-                self._failure = f"{type(error).__name__}: {error}"
-                add_note_once(error, _ENDS)
+            self._end_loop(error, loop, received, began)
             raise
         if type(delivery.batch) is Outcome and delivery.batch.error is not None:
             track.switch(COMPUTE)
-            # A copy: its traceback references this iterator, and so the source, which may keep the error.
-            raise copy_error(delivery.batch.error)
-        claim = delivery.claim
-        self._claim = claim
+            raise _in_round(delivery.batch.error, lane.received - len(self._ahead) - 1)
+        self._note(delivery, loop, received, began)
+        track.counts["queued"] += queued
+        return delivery.batch
+
+    def _begin_loop(self, track: Track) -> tuple[LoopTiming, Loop]:
+        if self._failure is not None:
+            raise RuntimeError(_ENDED.format(self._failure))
+        own = weakref.ref(self)
+        received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own), partial(_tail, own))
+        self._loop, self._received = LoopTiming(track), received
+        self._deliveries.lone_steps.follow(self._num_begun)
+        self._deliveries.note_draw(received, self)
+        return self._loop, received
+
+    def _end_loop(self, error: BaseException, loop: LoopTiming, received: Loop, began: int) -> None:
+        """End the loop with an error, which its caller raises; StopIteration at the end of the data."""
+        lane, track = self._lane, loop.track
+        loop.end()
+        track.count_wait(lane.last_stamps().divide(began, track.since), lane.is_direct)
+        self._deliveries.end(received, isinstance(error, EndOfChannel))
+        self._loop = self._received = None
+        if isinstance(error, EndOfChannel):
+            if received.last is None and self.num_virtual is not None:  # of a loop that was resumed at its end
+                seed_beside(lane.backend, lane.device, seed_behind(self._parent.seed, self.epoch))
+            self._seed_behind(received)
+            lane.progress.has_ended = True
+            raise StopIteration from None
+        if isinstance(error, StopIteration):  # a loop would end as if the data had
+            raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
+        if isinstance(error, Exception) and not isinstance(error, UnisonoError):
+            self._failure = f"{type(error).__name__}: {error}"
+            add_note_once(error, _ENDS)
+
+    def _note(self, delivery: Delivery, loop: LoopTiming, received: Loop, began: int) -> None:
+        """Record a delivery, for which the loop has waited since `began`, and enter the loop's body."""
+        lane, track = self._lane, loop.track
+        self._claim = claim = delivery.claim
         progress = lane.progress
         progress.position, progress.claim = delivery.position, claim
         progress.rounds += 1
@@ -166,7 +180,6 @@ class DeviceIterator:
         counts["batches"] += 1
         counts["repeated"] += claim.repeated
         counts["bytes"] += nbytes
-        counts["queued"] += queued
         trains = torch.is_grad_enabled()
         track.switch(COMPUTE if trains else EVALUATE)
         if loop.place is None and trains and lane.timeline.is_recorded:
@@ -175,7 +188,6 @@ class DeviceIterator:
         track.count_wait(waits, lane.is_direct)
         if self._tuner is not None:
             self._tuner.note(track.since, waits.source + (waits.transfer if lane.is_direct else 0))
-        return delivery.batch
 
     def _next_delivery(self, received: Loop) -> Delivery:
         """What is delivered next: no batch of a witness where the loop trains nothing, or other loops beside it have
@@ -269,6 +281,13 @@ class DeviceIterator:
             around = next(iter(self._deliveries.open_loops()), None)
             seeding = ended.last.draw.seed_behind if around is None or around.seeding is None else around.seeding
             seed_beside(self._lane.backend, self._lane.device, seeding())
+
+
+def _in_round(error: BaseException, number: int) -> BaseException:
+    """A copy with a note: its traceback references the iterator, and so the source, which may keep the error."""
+    copied = copy_error(error)
+    copied.add_note(IN_ROUND.format(number))
+    return copied
 
 
 def _is_failed(ahead: Outcome[Delivery]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import torch
@@ -160,18 +161,20 @@ class Fetcher:
 
     def _samples(self, request: Request, is_seeded: bool, begun: Sequence[Any] = (), stop: int | None = None) -> Any:
         """The request's samples up to number `stop`, of which `begun` are the first."""
-        dataset, index = self._dataset, None
+        dataset, samples = self._dataset, [*begun]
         indices = request.indices[len(begun) : stop]
+        left = iter(indices)
         try:
             if not is_seeded:
-                return [*begun, *[dataset[index := each] for each in indices]]
-            samples = [*begun]
-            for place, index in enumerate(indices, len(begun)):
+                # It takes as long as a small sample to note each index.
+                loaded = [dataset[index] for index in left]
+                return samples + loaded if samples else loaded
+            for place, index in enumerate(left, len(begun)):
                 self._seed(request, place)
                 samples.append(dataset[index])
             return samples
         except Exception as error:
-            error.add_note(f"in the sample with index {index!r}")
+            error.add_note(f"in the sample with index {indices[len(indices) - length_hint(left) - 1]!r}")
             raise
 
 

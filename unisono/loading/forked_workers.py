@@ -4,10 +4,10 @@ A lock that another thread held at the fork stays locked in the process forever.
 `torch.manual_seed` and `numpy.random.seed`, and send tensors through shared memory; any thread that draws, seeds or
 shares a tensor holds one of the locks that these need, for example a replica that seeds and begins its loop.
 
-So each worker renews the locks that it can reach, acquires the others once, and reports to its parent. One that does
-not report is killed, and forked again: it must not hold the lock of a queue by then, which its successor needs, so it
-begins to work only when the parent has answered. The parent awaits reports when it has forked all of a pass. One thread
-at a time starts workers.
+So each worker renews the locks that it can reach, acquires the others once, takes a token that its parent has left for
+it, reports, and begins. The parent awaits reports when it has forked all of a pass. Where none comes, it takes the
+token back, so that the worker cannot begin any more, kills it, and forks it again: one that has begun may hold the lock
+of a queue, which its successor needs. One thread at a time starts workers.
 """
 
 from __future__ import annotations
@@ -57,13 +57,11 @@ if hasattr(os, "register_at_fork"):  # Windows has none
 class LoaderWorker(_Process):  # type: ignore[misc]
     """A forked process that begins once it has acquired the locks that it needs, at the end of the `starting` block."""
 
-    _line: tuple[socket.socket, socket.socket]  # the parent's end, and its own, for its report and the answer
+    _line: tuple[socket.socket, socket.socket]  # the parent's end, and its own, for the token and its report
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
         popen = _fork(process)
-        for each in [*_awaited]:
-            _answer(each, 0)  # those that have reported meanwhile
         _awaited[process] = popen, {name: getattr(process, name) for name in ("_target", "_args", "_kwargs")}
         return popen
 
@@ -84,12 +82,12 @@ class LoaderWorker(_Process):  # type: ignore[misc]
                 stream.flush()  # acquires the stream's lock, which a thread that printed or logged may have held
         own = self._line[1]
         for each in (self, *_awaited):
-            each._line[0].close()  # or the parent's death would not end the wait for its answer
-        answer = b""
-        with own, contextlib.suppress(OSError):  # the parent has died
-            own.send(b".")
-            answer = own.recv(1)
-        if answer:
+            each._line[0].close()  # or the parent's death would not end the wait for a token that was taken back
+        token = b""
+        with own, contextlib.suppress(OSError):  # the parent has died, or awaits no report any more
+            token = own.recv(1)
+            own.send(token)
+        if token:
             super().run()
 
 
@@ -123,7 +121,7 @@ def starting() -> Iterator[None]:
             for process in _awaited:  # after an error
                 process.kill()
                 process.join()
-                process._line[0].close()
+                _close(process)
             _awaited.clear()
 
 
@@ -132,41 +130,48 @@ def _fork(process: Any) -> Any:
     from multiprocessing.popen_fork import Popen  # here: Windows has none
 
     process._line = socket.socketpair()
+    process._line[0].send(b".")
     try:
         _forking.add(threading.get_ident())
         return Popen(process)
     finally:
         _forking.clear()
-        process._line[1].close()  # so that the worker's death, which holds the other copy, ends the wait for its report
 
 
-def _answer(process: Any, patience_s: float) -> bool:
-    """Let the process begin if it has reported, or died, within the time; return whether."""
-    own = process._line[0]
+def _close(process: Any) -> None:
+    for end in process._line:
+        end.close()
+
+
+def _has_begun(process: Any, patience_s: float) -> bool:
+    """Whether the process has reported, or died, within the time, or could not be held back after it."""
+    popen, _ = _awaited[process]
     waiting = select.poll()  # `select.select` refuses descriptors from 1,024 on
-    waiting.register(own, select.POLLIN)
+    for each in (process._line[0], popen.sentinel):
+        waiting.register(each, select.POLLIN)
     if not waiting.poll(1000 * patience_s):
-        return False
-    with own, contextlib.suppress(OSError):  # it has died
-        own.send(own.recv(1))
-    del _awaited[process]
+        with contextlib.suppress(BlockingIOError):  # the process has taken it
+            return not process._line[1].recv(1, socket.MSG_DONTWAIT)
     return True
 
 
 def _await(process: Any) -> None:
     """Await the report of the process; if it is stuck, kill it, and fork it again."""
-    popen, runs = _awaited[process]
     for attempt, patience_s in enumerate(PATIENCE_S):
+        popen, runs = _awaited[process]
         if attempt:
             popen.kill()
             popen.wait()
-            process._line[0].close()
+            _close(process)
             vars(process).update(runs)  # `start` has removed it
             popen = _fork(process)
             vars(process).update(_popen=popen, _sentinel=popen.sentinel)
             for name in runs:
                 delattr(process, name)
-        if _answer(process, patience_s):
+            _awaited[process] = popen, runs
+        if _has_begun(process, patience_s):
+            _close(process)
+            del _awaited[process]
             return
     raise RuntimeError(
         f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread held a "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate
@@ -19,30 +19,15 @@ from unisono.devices.randomness import seed_of, seeded
 from unisono.errors import StateError
 from unisono.loading.comparison import place_in
 from unisono.loading.fetcher import Fetcher, FetcherBeside, Look, Request, few
-from unisono.loading.made_rows import Collated
+from unisono.loading.jobs import Job, Made, count_rows, pieces_of
 from unisono.loading.order import batches_of, epoch_asked_of
 from unisono.loading.permutation import Permutation
-from unisono.loading.sharding import IN_ROUND, Claim, Part, Piece, Rule, Size, deal, mark_of, rounds
+from unisono.loading.sharding import Claim, Part, Round, Rule, Size, deal, mark_of, rounds
 from unisono.loading.sources import LOOKED_AT, Begun, Source, State
 from unisono.loading.tuning import Tuner
 from unisono.loading.workers import WorkerPool, start_worker
-from unisono.tree import can_cut, take
 
 logger = logging.getLogger(__name__)
-
-
-class Job(NamedTuple):
-    """One piece to load."""
-
-    request: Request
-    claim: Claim
-    position: Any
-
-    def piece(self, batch: Any) -> Piece:
-        return Piece(batch, self.claim, self.position)
-
-
-Made = tuple[Job, Any]  # what was to be loaded, and the batch
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
@@ -155,10 +140,9 @@ class IndexedSource(Source):
         else:
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
             made = _serve_pass(partial(self._pool.serve, own_seed, skips=skips), jobs, look)
-        made = _with_places(made) if skips else made
         if self._is_collated:
-            return Begun(epoch, position, _count_rows(made, self._dim, rule))
-        return Begun(epoch, position, ([job.piece(batch) for job, batch in each] for each in made))
+            return Begun(epoch, position, count_rows(made, self._dim, rule))
+        return Begun(epoch, position, map(pieces_of, made))
 
     def _serve_tuned(
         self,
@@ -241,20 +225,15 @@ def _jobs(
     batches: Iterator[Sequence[Any]], nominal: int | None, rule: Rule, start: int, epoch: int, seed: int
 ) -> Iterator[list[Job]]:
     """The pieces to load in a pass, round by round, for the places that the rule keeps."""
-    parts: list[Part] = []
-    plans: dict[int, tuple[Part, int, Claim]] = {}  # by place: what is equal in all rounds that are dealt equally
+    dealt_as: tuple[Any, Any] = None, None
+    plans: list[tuple[Part, int, Claim]] = []  # of each kept place, what is equal in all rounds that are dealt equally
     # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
     shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
     for number, dealt in enumerate(rounds(batches, rule, lambda indices, _: _size(len(indices)), nominal, start)):
-        if dealt.parts is not parts:
-            parts = dealt.parts
-            plans.clear()
         kept = rule.kept_of(number)
-        for place in [each for each in kept if each not in plans]:
-            part = parts[place]
-            behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
-            total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
-            plans[place] = part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
+        if dealt.parts is not dealt_as[0] or kept is not dealt_as[1]:
+            dealt_as = dealt.parts, kept
+            plans = [_plan(dealt, place, shards) for place in kept]
         position = {"offset": dealt.stop * shards}
         mark = 0
         if is_marked:
@@ -262,93 +241,24 @@ def _jobs(
             seen = dealt.batches[:1] if isinstance(dealt.batches[0], Permutation) else dealt.batches
             mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in seen if batch])
         jobs = []
-        for part, behind, claim in map(plans.__getitem__, kept):
+        for part, behind, claim in plans:
             batch, own = dealt.batches[part.batch], part.stop - part.start
             if part.padding:
                 indices = [batch[place] for place in part.order()]
             else:
-                indices = list(batch if own == len(batch) else batch[part.start : part.stop])
+                meant = batch if own == len(batch) else batch[part.start : part.stop]
+                indices = meant if type(meant) is list else list(meant)
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
 
 
-def _count_rows(made: Iterator[list[Made]], dim: int, rule: Rule) -> Iterator[list[Piece]]:
-    """The pieces of each round, which a `collate_fn` has made, with the rows that they have; ValueError if their number
-    is not allowed. On several ranks, a batch without any becomes a row that does not count."""
-    if rule.virtual is not None:
-        for each in made:
-            yield [_as_dealt(job, batch) for job, batch in each]
-        return
-    is_summed = rule.count * rule.shards > len(rule.kept)  # other processes make the other batches
-    counted = ([_counted(job, batch, rule) for job, batch in each] for each in made)
-    for pieces in counted if rule.count * rule.shards == 1 else _filled(counted, dim):
-        total = None if is_summed else sum(each.claim.samples for each in pieces)
-        yield [each._replace(claim=each.claim._replace(total=total, is_summed=is_summed)) for each in pieces]
-
-
-def _as_dealt(job: Job, made: Any) -> Piece:
-    if type(made) is not Collated:  # a failure
-        return job.piece(made)
-    indices = job.request.indices
-    if made.rows != len(indices):
-        rows = "an unknown number of" if made.rows is None else made.rows
-        raise ValueError(
-            f"collate_fn returned {rows} rows of {len(indices)} samples ({few(indices)}), and with virtual_ranks what "
-            "counts in a round is known when it is dealt; let it return tensors with a row of each sample"
-        )
-    return job.piece(made.batch)
-
-
-def _counted(job: Job, made: Any, rule: Rule) -> Piece:
-    if type(made) is not Collated:  # a failure
-        return job.piece(made)
-    piece, claim, rows, indices = job.piece(made.batch), job.claim, made.rows, job.request.indices
-    if rows == len(indices):
-        return piece
-    if rows is None:
-        counting = int(claim.samples > 0)  # it may only repeat another batch
-        return piece._replace(claim=claim._replace(samples=counting, is_sized=False, is_guess=counting > 0))
-    if rule.tail == "pad" or rule.fixed_batch_size:
-        raise ValueError(
-            f"collate_fn returned {rows} rows of {len(indices)} samples ({few(indices)}), and tail='pad' and "
-            "fixed_batch_size=True promise batches of one size; let it return one row of each sample, or leave these "
-            "options out"
-        )
-    counting = rows if claim.samples else 0
-    return piece._replace(claim=claim._replace(samples=counting, repeated=rows - counting))
-
-
-def _filled(rounds: Iterator[list[Piece]], dim: int) -> Iterator[list[Piece]]:
-    """The rounds; a batch without a row is replaced by a row of another one, the first that has any."""
-    spare: Piece | None = None
-    waiting: list[list[Piece]] = []
-    for pieces in rounds:
-        waiting.append(pieces)
-        if spare is None and (spare := next(filter(_rows_of, pieces), None)) and can_cut(spare.batch, dim):
-            spare = Piece(take(spare.batch, [0], dim), Claim(1, None))
-        if spare is not None:
-            for each in waiting:
-                yield [piece if _rows_of(piece) else _repeated(spare, piece) for piece in each]
-            waiting.clear()
-    yield from waiting
-
-
-def _repeated(spare: Piece, piece: Piece) -> Piece:
-    return spare._replace(claim=piece.claim._replace(repeated=_rows_of(spare)), position=piece.position)
-
-
-def _rows_of(piece: Piece) -> int:
-    return piece.claim.samples + piece.claim.repeated
-
-
-def _with_places(made: Iterator[list[Made]]) -> Iterator[list[Made]]:
-    """The same; failures say in which round they are."""
-    for number, each in enumerate(made):
-        for _, batch in each:
-            if type(batch) is Outcome and batch.error is not None:
-                batch.error.add_note(IN_ROUND.format(number))
-        yield each
+def _plan(dealt: Round[Any], place: int, shards: int) -> tuple[Part, int, Claim]:
+    """The part of a place in a round, the number of samples before it, and its claim."""
+    part = dealt.parts[place]
+    behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
+    total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
+    return part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
 
 
 def _look_at(batches: Iterator[Sequence[Any]], epoch: int, seed: int) -> tuple[Look | None, Iterator[Sequence[Any]]]:

@@ -30,8 +30,7 @@ def collated(collate: Callable[[Any], Any], samples: Any, count: int, dim: int) 
         return Collated(batch, count)
     is_open = type(batch) is list and bool(batch)
     if is_open and type(samples) is list:
-        own = {*map(id, samples)}
-        if own.issuperset(map(id, batch)):
+        if batch is samples or {*map(id, samples)}.issuperset(map(id, batch)):
             return Collated(batch, len(batch))
         # Samples made anew would be as many as their fields by accident.
         numbers = {len(each) if isinstance(each, tuple | list) else None for each in samples if each is not None}

@@ -2,7 +2,8 @@
 
 torch sends an error as text, and rebuilds it only if its class takes one argument; it drops a batch that cannot be
 pickled or shared, in a thread of its own, and waits for it forever. So values are pickled in the worker's main thread,
-where a failure can be reported. Their tensors go through /dev/shm, of which containers often have 64 MB.
+where a failure can be reported. Their tensors go through /dev/shm, of which containers often have 64 MB. To send a
+descriptor for each tensor of a small batch takes longer than to copy it, so these go through the worker's `Ring`.
 
 *Threads:* the reader's, in the parent; `Packed` is made in the loader workers.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections.abc import Iterable
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 
 from unisono.comm.outcome import Outcome, add_note_once, chain_of
 from unisono.errors import UnpicklableError
-from unisono.tree import tensors
+from unisono.tree import measured
 
 SHM = Path("/dev/shm")
 
@@ -30,6 +32,7 @@ _Slot = tuple[int, int, torch.dtype, tuple[int, ...]]
 
 _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
 _ALIGNED = 64  # bytes; torch's own alignment on the CPU
+_SMALL = 1 << 18  # bytes of a batch
 _FULL = "unable to allocate shared memory"  # torch's words
 _LITTLE = 1 << 30  # bytes
 
@@ -43,7 +46,9 @@ class Packed:
             try:
                 stream = io.BytesIO(b"=")  # says what follows: a pickled batch
                 stream.seek(1)
-                is_merged = len({*map(id, tensors(value))}) > _MANY
+                found, nbytes = measured(value)
+                is_small = _ring is not None and bool(found) and nbytes <= _SMALL
+                is_merged = is_small or len({*map(id, found)}) > _MANY
                 # The pickler of torch's queues, for which tensors are registered to go through shared memory.
                 ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(_Merged(value) if is_merged else value)
                 self._data = stream.getvalue()
@@ -67,22 +72,72 @@ def _unpack(data: bytes) -> Outcome[Any]:
     return Outcome(pickle.loads(content)) if data[:1] == b"=" else Outcome.from_bytes(bytes(content))
 
 
+class Ring:
+    """Memory for the small batches of a loader worker, one slot after another. Its parent copies a batch out when it
+    receives it, and never asks for as many more as there are slots. So a slot is free when its turn comes."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots, self._size, self._turn = slots, 0, 0
+        self._memory: torch.Tensor | Any = None
+
+    def take(self, nbytes: int) -> tuple[torch.Tensor, int, bool]:
+        """The memory, where in it the next slot begins, and whether the parent does not have that memory yet."""
+        is_new = nbytes > self._size
+        if is_new:
+            self._size = max(1 << (nbytes - 1).bit_length(), _ALIGNED)
+            self._memory = _shared(self._slots * self._size)
+        self._turn = (self._turn + 1) % self._slots
+        return self._memory, self._turn * self._size, is_new
+
+
+_ring: Ring | None = None  # in a loader worker
+_rings: dict[int, torch.Tensor] = {}  # in the parent: their memory, by the worker's pid
+
+
+def use_ring(slots: int) -> None:
+    """Send small batches of this loader worker through a ring of so many slots from now on; 0: through none."""
+    global _ring
+    _ring = Ring(slots) if slots else None
+    _rings.clear()  # which a fork has inherited
+
+
+def forget_rings(pids: Iterable[int]) -> None:
+    """Free the memory of the rings of these loader workers."""
+    for each in pids:
+        _rings.pop(each, None)
+
+
+def _shared(nbytes: int) -> torch.Tensor:
+    # On the CPU even if the user has set another default device.
+    made: torch.Tensor = torch.empty(nbytes, dtype=torch.uint8, device=torch.default_generator.device).share_memory_()
+    return made
+
+
 class _Merged:
-    """A batch whose many tensors are merged into one for transit, which needs one descriptor."""
+    """A batch whose tensors are merged into one for transit: many, which needs one descriptor; or those of a small
+    batch, in the ring."""
 
     def __init__(self, batch: Any) -> None:
         stream = io.BytesIO()
         pickler = _MergingPickler(stream, pickle.HIGHEST_PROTOCOL)
         pickler.dump(batch)
-        self._data = stream.getvalue()
-        # On the CPU even if the user has set another default device.
-        device = torch.default_generator.device
-        self._whole = torch.empty(pickler.end, dtype=torch.uint8, device=device).share_memory_()
+        data, end = stream.getvalue(), pickler.end
+        if not end:  # none that could be merged
+            self._reduced: tuple[Any, ...] = pickle.loads, (data,)
+            return
+        if _ring is not None and end <= 2 * _SMALL:
+            memory, start, is_new = _ring.take(end)
+            whole = memory[start : start + end]
+            place = os.getpid(), start, end, len(pickler.found) > _MANY, memory if is_new else None
+            self._reduced = _out_of_ring, (data, *place)
+        else:
+            whole = _shared(end)
+            self._reduced = _apart, (data, whole)
         for slot, tensor in pickler.found.values():
-            _tensor_in(self._whole, *slot).copy_(tensor)
+            _tensor_in(whole, *slot).copy_(tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _apart, (self._data, self._whole)
+        return self._reduced
 
 
 class _MergingPickler(ForkingPickler):
@@ -108,9 +163,10 @@ class _MergingPickler(ForkingPickler):
 class _MergedUnpickler(pickle.Unpickler):
     """A class, since Python 3.13.0 lets nobody set `persistent_load` of an object."""
 
-    def __init__(self, data: bytes, whole: torch.Tensor) -> None:
+    def __init__(self, data: bytes, whole: torch.Tensor, copies: bool = False) -> None:
         super().__init__(io.BytesIO(data))
-        self._tensor = cache(lambda slot: _tensor_in(whole, *slot))  # a tensor that occurs twice stays one
+        # A tensor that occurs twice stays one.
+        self._tensor = cache(lambda slot: _tensor_in(whole, *slot).clone() if copies else _tensor_in(whole, *slot))
 
     def persistent_load(self, slot: _Slot) -> Any:
         return self._tensor(slot)
@@ -118,6 +174,14 @@ class _MergedUnpickler(pickle.Unpickler):
 
 def _apart(data: bytes, whole: torch.Tensor) -> Any:
     return _MergedUnpickler(data, whole).load()
+
+
+def _out_of_ring(data: bytes, pid: int, start: int, nbytes: int, is_one: bool, memory: torch.Tensor | None) -> Any:
+    """The batch in a slot, copied: at once if `is_one`, since it has many tensors. `memory` is the ring's, if new."""
+    if memory is not None:
+        _rings[pid] = memory
+    slot = _rings[pid][start : start + nbytes]
+    return _MergedUnpickler(data, slot.clone() if is_one else slot, copies=not is_one).load()
 
 
 def _tensor_in(whole: torch.Tensor, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:

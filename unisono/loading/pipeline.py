@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -40,12 +41,12 @@ from unisono.loading.channel import Channel, EndOfChannel
 from unisono.loading.sharding import IN_ROUND, Claim, Piece
 from unisono.loading.sources import Progress
 from unisono.protocols import Backend
-from unisono.report.timeline import MOVE, Timeline, Waits
+from unisono.report.timeline import MOVE, Timeline, Waits, waits_of
 
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
 SWITCH_NS = 100_000  # a change of thread
 LONG_NS = 10 * SWITCH_NS
-_FEW, _MANY = 3, 8  # slow batches and steps at the beginning of a loop after which the reader takes over; more later
+_FEW, _MANY = 3, 8  # slow batches at the beginning of a loop after which the reader takes over; more later
 
 _started: WeakSet[Pipeline] = WeakSet()
 
@@ -66,13 +67,13 @@ class Stamps(NamedTuple):
         if self.ready_at:
             ready = max(self.ready_at, began)
             source, transfer, peers = self._replace(ready_at=0).divide(began, ready)
-            return Waits(source, transfer, peers + ended - ready)
+            return waits_of((source, transfer, peers + ended - ready))
         asked, loaded, sent, _ = self
         if sent <= began:  # true for all batches of a loop that is slower than its loader
-            return Waits(0, ended - began, 0)
+            return waits_of((0, ended - began, 0))
         asked, loaded, sent = max(asked, began), max(loaded, began), min(sent, ended)
         asked, loaded = min(asked, sent), min(loaded, sent)
-        return Waits(source=loaded - asked, transfer=ended - sent, peers=asked - began + sent - loaded)
+        return waits_of((loaded - asked, ended - sent, asked - began + sent - loaded))
 
 
 _HERE = Stamps()  # if nothing is moved, all of a wait is for the source
@@ -87,6 +88,9 @@ class Delivery(NamedTuple):
     position: Any
     stamps: Stamps
     draw: Draw | None = None
+
+
+_delivery = partial(tuple.__new__, Delivery)  # without a Python call
 
 
 class Lane:
@@ -144,7 +148,7 @@ class Lane:
     def move(self, batch: Any, _: None, *rest: Any) -> Delivery:
         """Move a batch to the device, or start its move; the arguments are the fields of its delivery."""
         try:
-            return Delivery(*self.backend.to_device(batch, self.device), *rest)
+            return _delivery((*self.backend.to_device(batch, self.device), *rest))
         except BaseException as error:
             error.add_note(f"while a batch was moved to {self.device}")
             raise
@@ -374,5 +378,7 @@ class Unthreaded:
         if reading <= SWITCH_NS or (computing is not None and computing <= SWITCH_NS):
             self._slow = max(self._slow - 1, -_MANY)
             return False
-        self._slow += 1
-        return self._slow >= _FEW or (computing is None and reading > LONG_NS)
+        # A long one counts twice. The first may be long because its memory is new, or something is imported for it; and
+        # what another thread reads ahead may be in new memory each time.
+        self._slow += 1 + (reading > LONG_NS) + (reading > 5 * LONG_NS)
+        return self._slow >= _FEW

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono.comm.operations import HOST
 from unisono.comm.outcome import chain_of
@@ -27,7 +27,7 @@ from unisono.comm.stacks import PACKAGE, frames_of, stack_of, tell_stack_on_requ
 from unisono.devices.randomness import notice_who_asks
 from unisono.errors import describe_exit
 from unisono.loading.forked_workers import context_of, starting
-from unisono.loading.packing import explain, is_tight, why_full
+from unisono.loading.packing import explain, forget_rings, is_tight, use_ring, why_full
 from unisono.torch_private import (
     AWAITED_INDEX,
     LOADER_ITERATOR,
@@ -76,13 +76,16 @@ class WorkerPool:
         self._copies = is_tight()
         self._is_persistent = loader.persistent_workers
         self._idle: list[DataLoader[Any]] = []  # with persistent workers that have served a pass to its end
+        # A worker of a map-style dataset is asked for `prefetch_factor` batches at once, by default 2. When other
+        # workers of a stream have ended, the last one is asked for theirs, too.
+        slots = 0 if isinstance(dataset, IterableDataset) else (loader.prefetch_factor or 2) + 1
         self._options: dict[str, Any] = {
             "dataset": dataset,
             "batch_size": None,
             "num_workers": loader.num_workers,
             # torch's default for batch_size=None would convert arrays to tensors.
             "collate_fn": _as_it_is,
-            "worker_init_fn": partial(_begin, start),
+            "worker_init_fn": partial(_begin, start, slots),
             "multiprocessing_context": context_of(loader.multiprocessing_context),
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
@@ -109,7 +112,8 @@ class WorkerPool:
         loader: Any = self._idle.pop() if self._idle else None
         if loader is not None and loader.num_workers != number:
             loader = None
-        if loader is None or not _revive(loader):
+        is_new = loader is None or not _revive(loader)
+        if is_new:
             # The DataLoader draws its workers' seeds from the generator.
             asked = None if requests is None else _NextPass()
             options = {**self._options, "num_workers": number}
@@ -122,6 +126,8 @@ class WorkerPool:
         with starting(), nullcontext() if torch.get_default_device() == HOST else HOST:
             values = iter(loader)
             _look_often(values, wait)
+        if is_new:
+            weakref.finalize(values, forget_rings, [worker.pid for worker in getattr(values, WORKERS)])
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive
         keep = partial(self._idle.append, loader) if self._is_persistent else None
@@ -288,8 +294,9 @@ def _free(error: BaseException) -> None:
 
 
 # Functions of the module, since spawned workers have to unpickle them.
-def _begin(start: Callable[[int], None], worker: int) -> None:
+def _begin(start: Callable[[int], None], slots: int, worker: int) -> None:
     tell_stack_on_request()
+    use_ring(slots)
     start(worker)
 
 

@@ -25,12 +25,12 @@ Invariants:
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # which imports torch: a reader of records need not
@@ -75,7 +75,7 @@ class Span(NamedTuple):
     stop: int
 
 
-_span = partial(tuple.__new__, Span)  # without a Python call, which each switch of phase would cost
+_span, waits_of = partial(tuple.__new__, Span), partial(tuple.__new__, Waits)  # without a Python call
 
 
 class Track:
@@ -98,7 +98,7 @@ class Track:
         Args:
             name: of the innermost named block, if that changes.
         """
-        now, left = time.perf_counter_ns(), self.phase
+        now, left = perf_counter_ns(), self.phase
         ended = self._name or left
         if ended is not None:
             self.spans.append(_span((ended, self.since, now)))
@@ -137,10 +137,8 @@ class Track:
         if self._name is not None:  # the wait is not a part of "fetch"
             return
         counts, (source, transfer, peers) = self.counts, waits
-        if is_direct:
-            source, transfer = source + transfer, 0
-        counts[_WAIT_SOURCE] += source
-        counts[_WAIT_TRANSFER] += transfer
+        counts[_WAIT_SOURCE] += source + transfer if is_direct else source
+        counts[_WAIT_TRANSFER] += 0 if is_direct else transfer
         counts[_WAIT_PEERS] += peers
 
 
