@@ -247,7 +247,7 @@ def test_a_step_that_is_left_out_is_reported_until_the_next_one(mode: Mode) -> N
 
 
 @ALL
-def test_the_number_of_microbatches_can_be_set_between_steps_and_a_graph_be_kept(mode: Mode) -> None:
+def test_microbatches_can_be_set_between_steps_and_a_graph_can_be_retained(mode: Mode) -> None:
     def body() -> tuple[float, int]:
         accelerator = Accelerator()
         model = nn.Linear(1, 1, bias=False)

@@ -38,7 +38,7 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_arguments_out_of_their_range_are_errors_that_name_value_rule_and_way_out(options, error, words):
+def test_out_of_range_arguments_are_errors_naming_value_rule_and_way_out(options, error, words):
     with pytest.raises(error, match=words):
         Accelerator(**options)
 
@@ -110,7 +110,7 @@ def test_two_accelerators_accumulate_each_for_itself():
 
 
 @BOTH
-def test_the_weights_and_the_order_are_those_of_the_seed_and_the_ranks_draw_differently(mode):
+def test_weights_and_order_follow_the_seed_while_ranks_draw_differently(mode):
     def body():
         accelerator = Accelerator(seed=5)
         loader = DataLoader(torch.arange(12), batch_size=12 // accelerator.world.world_size, shuffle=True)
@@ -131,7 +131,7 @@ def test_the_weights_and_the_order_are_those_of_the_seed_and_the_ranks_draw_diff
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_loss_that_is_a_sum_is_named_where_the_split_would_change_its_gradient(caplog, reduction: str) -> None:
+def test_a_sum_loss_is_named_where_the_split_would_change_its_gradient(caplog, reduction: str) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = accelerator.prepare(nn.Linear(2, 1))
     accelerator.backward(nn.functional.mse_loss(model(torch.ones(3, 2)), torch.ones(3, 1), reduction=reduction))

@@ -20,7 +20,7 @@ from unisono import Accelerator, DataParallel, rank, spawn, world_size
 from unisono.tree import leaves
 
 
-def test_a_seed_is_that_of_all_generators_also_in_a_single_worker_and_of_a_single_replica_s_own():
+def test_a_seed_reaches_all_generators_even_of_a_lone_worker_or_replica():
     def body(*_: object) -> tuple[float, float]:
         random.seed(99)
         Accelerator(seed=3)
@@ -105,7 +105,7 @@ def test_the_loss_scale_goes_through_a_checkpoint():
 
 
 @pytest.mark.any_family
-def test_an_accelerator_in_the_context_goes_on_from_call_to_call_also_behind_a_failure():
+def test_an_accelerator_in_the_context_persists_across_calls_and_failures():
     samples = 23
     loader = DataLoader(data(samples), batch_size=2)
 
@@ -153,7 +153,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_plain_script_prints_nothing_of_its_own_up_to_its_exit_and_imports_no_compiler_for_an_accelerator(tmp_path):
+def test_a_plain_script_prints_nothing_extra_and_imports_no_compiler(tmp_path):
     (tmp_path / "plain.py").write_text(PLAIN)
     command = [sys.executable, "plain.py"]  # a new interpreter: those of other scripts import much beforehand
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)

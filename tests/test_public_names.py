@@ -44,7 +44,7 @@ def test_a_type_checker_sees_the_same_names():
 
 
 @pytest.mark.parametrize("name", unisono.__all__)
-def test_a_name_is_the_object_of_its_home_where_a_type_checker_finds_it_too(name):
+def test_a_public_name_is_the_object_its_home_module_defines(name):
     value = getattr(unisono, name)
     assert value is getattr(import_module(HOMES[name]), name)
     assert value.__module__ == HOMES[name], "its home is the module that defines it"
@@ -83,7 +83,7 @@ def test_an_unknown_name_is_an_attribute_error():
         exec("from unisono import allreduce")
 
 
-def test_importing_the_package_imports_no_torch_and_of_its_own_only_who_may_start_the_zygote():
+def test_importing_the_package_loads_no_torch_and_only_the_zygote_starter():
     script = """
 import sys
 import unisono
@@ -96,7 +96,7 @@ assert "torch" not in sys.modules, "the errors are cheap too"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_an_import_of_a_misspelt_name_says_the_closest_one_and_leaves_modules_alone():
+def test_a_misspelt_name_suggests_the_closest_and_modules_still_import():
     script = """
 from unisono import loading
 for name in ("Acelerator", "spwan", "nothing_like_it"):

@@ -33,6 +33,12 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+def test_names_of_tests_fit_on_a_line():
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "contrib").rglob("*.py")]
+    long = [name for path in files for name in re.findall(r"def (test_\w{66,})\(", path.read_text())]
+    assert not long, "at most 70 letters: a claim that can be said aloud"
+
+
 def test_continuous_integration_runs_what_a_contributor_runs():
     steps = load(".github/workflows/ci.yml")["jobs"]["run"]["steps"]
     assert [each["run"] for each in steps if "run" in each] == [".ci/run"]

@@ -157,7 +157,7 @@ def seen_by_children(directory: Path, begin: Callable[[], None] | None, environ:
     return (directory / "seen").read_text()
 
 
-def test_children_see_the_same_signals_limits_and_environment_however_pytest_was_started(tmp_path: Path) -> None:
+def test_children_see_the_same_surroundings_however_pytest_was_started(tmp_path: Path) -> None:
     plain = seen_by_children(tmp_path / "plain", None, {})
     assert seen_by_children(tmp_path / "odd", be_a_background_job, ODD) == plain
     ignored = int(plain.split("SigIgn:\\t")[1].split("'")[0], 16)
@@ -270,7 +270,7 @@ def test_fails_once():
 
 
 @pytest.mark.parametrize(("further", "exit_code"), [("", 0), ("def test_fails():\n    assert False\n", 1)])
-def test_in_continuous_integration_a_failed_test_runs_once_more_and_is_listed_if_it_passes_then(
+def test_ci_repeats_a_failed_test_once_and_lists_it_if_it_then_passes(
     tmp_path: Path, further: str, exit_code: int
 ) -> None:
     (tmp_path / "test_some.py").write_text(ONCE + further)

@@ -89,7 +89,7 @@ def run_script(text: str, directory: Path, *launcher: str) -> list[dict[str, tor
 
 
 @pytest.mark.slow
-def test_the_changed_script_trains_on_two_processes_what_the_plain_one_does(tmp_path: Path) -> None:
+def test_the_changed_script_trains_the_plain_ones_weights_on_two_processes(tmp_path: Path) -> None:
     before, after = sides(DIFF)
     (plain,) = run_script(before.replace("batch_size=10", "batch_size=20"), tmp_path / "plain")
     ranks = run_script(after, tmp_path / "changed", "run", "--nproc", "2")
@@ -98,7 +98,7 @@ def test_the_changed_script_trains_on_two_processes_what_the_plain_one_does(tmp_
         torch.testing.assert_close(weights, plain)
 
 
-def test_no_more_lines_change_than_in_the_document_that_this_is_modelled_on() -> None:
+def test_no_more_lines_change_than_in_the_document_it_is_modelled_on() -> None:
     added, removed = ([line for line in DIFF.splitlines() if line.startswith(sign)] for sign in "+-")
     assert (len(added), len(removed)) == (5, 4)
 

@@ -118,7 +118,7 @@ def test_a_shared_leaf_is_visited_once_and_stays_shared():
     assert mapped["a"] is mapped["b"][0] is mapped["c"].image is mapped["c"].label
 
 
-def test_values_that_a_mapping_makes_on_demand_are_not_taken_for_one_another():
+def test_values_a_mapping_makes_on_demand_are_not_confused_with_each_other():
     mapped = tree_map(lambda leaf: leaf[0].item() + 1, Lazy())  # each tensor is gone when the next is made
     assert [mapped[key] for key in range(8)] == list(range(1, 9))
 
@@ -177,7 +177,7 @@ def in_itself(first: torch.Tensor, second: torch.Tensor) -> Any:
         (lambda one, other: (one, Sample, Plain(Sample), lambda: other), 1),
     ],
 )
-def test_tensors_are_found_in_objects_but_not_in_models_datasets_and_all_that_an_object_refers_to(make, count):
+def test_tensors_are_found_in_objects_but_not_in_models_or_datasets(make, count):
     held = (ones(), ones())
     addresses = {each.untyped_storage().data_ptr() for each in tensors_of(make(*held)) if not each.is_nested}
     assert [each.untyped_storage().data_ptr() in addresses for each in held] == [True, count == 2]
@@ -291,5 +291,5 @@ SHARED = torch.zeros(4)
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_the_bytes_of_a_batch_are_those_of_its_leaves_and_a_shared_one_counts_once(batch, size):
+def test_a_batchs_size_sums_its_leaves_and_counts_a_shared_one_once(batch, size):
     assert nbytes(batch) == size

@@ -37,7 +37,7 @@ def test_a_plain_process_has_the_world_of_one_always_the_same():
     assert Rank(current_world).result() is world
 
 
-def test_the_world_is_the_thread_s_else_the_process_s_else_the_group_s_else_that_of_one(tmp_path):
+def test_the_nearest_world_wins_thread_then_process_then_group_then_solo(tmp_path):
     alone, of_process, outer = current_world(), solo_world(), solo_world()
     with default_group(tmp_path / "store"):
         assert current_world() is not alone
@@ -130,7 +130,7 @@ def test_an_adopted_world_has_the_device_that_its_group_is_bound_to(monkeypatch,
 
 
 @pytest.mark.parametrize(("chosen", "index"), [(0, 1), (5, 5)], ids=["its place on the second machine", "set_device"])
-def test_an_adopted_world_whose_script_has_not_said_its_place_takes_a_device_that_is_here(monkeypatch, chosen, index):
+def test_an_adopted_world_without_a_stated_place_takes_a_local_device(monkeypatch, chosen, index):
     activated = activations_of_eight_gpus(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # no event is left on a device

@@ -50,7 +50,7 @@ def test_tensors_of_two_loaders_are_of_two_batches(deliveries):
     assert deliveries.find((first, second)) == [other, one]
 
 
-def test_what_was_computed_is_of_the_batch_that_was_delivered_last_if_it_has_its_rows(deliveries):
+def test_a_computed_tensor_with_matching_rows_belongs_to_the_last_batch(deliveries):
     loop = deliveries.begin()
     for _ in range(5):
         tensor, batch = draw(deliveries, loop)
@@ -60,7 +60,7 @@ def test_what_was_computed_is_of_the_batch_that_was_delivered_last_if_it_has_its
         assert meant(deliveries, torch.randn(3, 3)) == [None, loop.kinds[2, 4, 2]], "may be no loader's"
 
 
-def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(deliveries):
+def test_only_the_latest_batch_asks_the_loader_whether_it_is_the_last(deliveries):
     asked = []
 
     def ends_here() -> bool:
@@ -86,7 +86,7 @@ def test_a_tensor_that_many_batches_share_makes_none_of_them_doubtful(deliveries
         assert meant(deliveries, (tensors[place], mask)) == [batches[place]]
 
 
-def test_a_loop_that_the_garbage_collector_ends_while_another_begins_is_not_taken_for_it(deliveries):
+def test_a_loop_collected_while_another_begins_is_not_mistaken_for_it(deliveries):
     class Left:
         """Of a cycle, as what holds an iterator's frame is: ended when the collector comes."""
 
@@ -208,7 +208,7 @@ def test_a_part_whose_value_is_kept_stays_known_where_the_whole_is_noted():
     assert known.note(whole, "whole again") == "whole"
 
 
-def test_a_tensor_that_lies_in_one_is_not_taken_for_one_that_it_only_overlaps(known):
+def test_a_slice_within_one_tensor_beats_an_overlap_with_another(known):
     whole = torch.zeros(10)
     known.note(whole[:8], "first")
     known.note(whole[6:], "second")

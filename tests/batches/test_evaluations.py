@@ -197,7 +197,7 @@ def evaluate_alone(index: int, returns_its_count: bool) -> float | None:
     return float(right) if returns_its_count else None
 
 
-def test_at_the_end_of_the_run_one_is_told_of_unless_the_caller_gets_what_was_counted(capfd: Any) -> None:
+def test_at_its_end_a_run_reports_an_evaluation_unless_counts_are_returned(capfd: Any) -> None:
     with hearing("unisono") as said:
         THREADS_2.run(lambda: evaluate_alone(0, True))
         assert said == []

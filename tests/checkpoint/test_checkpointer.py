@@ -148,9 +148,7 @@ def test_what_a_state_dict_raises_on_one_rank_keeps_its_type(tmp_path: Path, mod
     ],
     ids=str,
 )
-def test_saving_on_one_rank_only_or_at_another_step_is_an_error_that_names_the_others(
-    tmp_path: Path, mode: Mode, others: str
-) -> None:
+def test_saving_on_one_rank_only_is_an_error_that_names_the_others(tmp_path: Path, mode: Mode, others: str) -> None:
     def body() -> None:
         rank = current_world().rank
         if rank == 0 or others == "save another step":
@@ -456,7 +454,7 @@ def test_a_file_that_would_run_code_runs_none(
     assert owned.exists(), "it would have run"
 
 
-def test_what_has_no_state_or_no_plain_one_and_what_is_no_count_is_refused_at_once(tmp_path: Path) -> None:
+def test_objects_without_a_plain_state_and_bad_counts_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"thing.state_dict\(\)\['a'\]\[1\]\[2\] is a numpy\.ndarray"):
         save(tmp_path / "one", thing=Anything({"a": [1, {2: numpy.ones(3)}]}))
     assert not (tmp_path / "one").exists()

@@ -197,7 +197,7 @@ def step_on_after_a_failed_save(
     ("strategy", "failing", "is_async"),
     [("ddp", 0, True), pytest.param("fsdp", 1, True, marks=SLOW), pytest.param("fsdp", 1, False, marks=SLOW)],
 )
-def test_what_a_save_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_on(
+def test_a_failed_save_raises_on_all_ranks_at_the_same_step_and_they_go_on(
     strategy: str, failing: int, is_async: bool, tmp_path: Path
 ) -> None:
     options = (tmp_path, strategy, failing, is_async)
@@ -222,7 +222,7 @@ def save_on_two_disks(index: int, root: Path) -> None:
         accelerator.save_state()
 
 
-def test_a_directory_that_the_machines_do_not_share_is_an_error_and_no_checkpoint(tmp_path: Path) -> None:
+def test_an_unshared_directory_is_an_error_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     spawn(save_on_two_disks, args=(tmp_path,), nprocs=2, cores=1)
     with pytest.raises(NoCheckpointError):
         load(tmp_path / "shared/checkpoints", model_0=nn.Linear(3, 3))

@@ -116,7 +116,7 @@ def test_wherever_putting_stops_the_old_or_the_new_one_is_there(store: Any, monk
 
 
 @pytest.mark.parametrize("operation", ["ls", "cat_file"])
-def test_a_store_that_does_not_answer_is_an_error_and_not_a_missing_checkpoint(
+def test_a_store_that_does_not_answer_is_an_error_not_a_missing_checkpoint(
     store: Any, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def run(index):
 
 
 @pytest.mark.parametrize("what", ["load", "save"])
-def test_what_a_kill_leaves_of_a_local_copy_goes_with_the_next_and_a_living_one_stays(
+def test_the_next_local_copy_removes_what_a_kill_left_but_not_living_ones(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(url := f"local://{tmp_path}/run", model=filled(1))

@@ -70,7 +70,7 @@ def test_on_as_many_ranks_the_bits_agree(tmp_path: Path, mode: Mode, strategy: s
     ],
     ids=str,
 )
-def test_on_another_number_of_ranks_each_sample_counts_once_and_the_losses_agree(
+def test_on_another_number_of_ranks_samples_count_once_and_losses_agree(
     tmp_path: Path, mode: Mode, strategy: str | FSDP, then: Mode, to: str | FSDP, accumulates: int
 ) -> None:
     weights, ledger = first(SOLO.run(Run(tmp_path / "whole", accumulates=accumulates)))
@@ -267,7 +267,7 @@ def test_a_run_that_takes_nothing_of_a_checkpoint_has_not_resumed(mode: Mode, tm
     assert capfd.readouterr().err.count("resumed from") == 1
 
 
-def test_the_loader_of_an_open_loop_is_saved_and_a_model_of_an_earlier_fold_is_not(tmp_path: Path) -> None:
+def test_an_open_loops_loader_is_saved_but_not_an_earlier_folds_model(tmp_path: Path) -> None:
     def body() -> list[str]:
         accelerator, data = Accelerator(), TensorDataset(torch.arange(8.0).reshape(8, 1))
         for _ in range(3):
@@ -284,7 +284,7 @@ def test_the_loader_of_an_open_loop_is_saved_and_a_model_of_an_earlier_fold_is_n
         assert mode.run(body) == [["model_0", "optimizer_0", "loader_0"]] * mode.ranks
 
 
-def test_a_checkpoint_in_a_directory_is_read_without_a_temporary_one_that_a_killed_rank_would_leave(
+def test_reading_a_local_checkpoint_makes_no_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Run(tmp_path, after=leave_after(1))()

@@ -63,7 +63,7 @@ def test_a_hook_saves_a_model_its_own_way_and_another_loads_it(mode: Mode, is_as
     assert sorted(each.name for each in files_of(tmp_path / "one").iterdir()) == ["own", "state.pt"]
 
 
-def test_files_of_hooks_are_verified_with_the_checkpoint_and_dropped_with_a_worse_one(
+def test_files_from_hooks_are_verified_and_dropped_with_their_checkpoint(
     tmp_path: Path,
 ) -> None:
     accelerator, own = Accelerator(project_dir=tmp_path), filled(1.0)

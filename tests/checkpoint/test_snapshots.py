@@ -186,7 +186,7 @@ def test_a_run_that_is_killed_ends_with_the_bits_of_an_undisturbed_one(run: Run,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_a_run_that_is_killed_at_random_ends_with_the_bits_of_an_undisturbed_one(seed: int, undisturbed: str) -> None:
+def test_a_run_killed_at_random_ends_with_the_bits_of_an_undisturbed_one(seed: int, undisturbed: str) -> None:
     snapshot_kills.check(seed, undisturbed)
 
 
@@ -339,7 +339,7 @@ def test_the_loop_goes_on_exactly(loop_of: Callable[[Loop], None], kill_at: int,
     assert carried_out(lambda: result_of(loop_of, str(tmp_path / "killed"), kill_at)) == whole
 
 
-def test_a_loop_that_is_left_and_begun_again_goes_on_from_a_place_within_it(tmp_path: Path) -> None:
+def test_a_loop_left_and_begun_again_resumes_from_a_place_within_it(tmp_path: Path) -> None:
     """After a loop that was left, the next one begins a new epoch; a snapshot is of a place within one of them."""
     whole = carried_out(lambda: result_of(leaves, str(tmp_path / "whole"), -1), restarts=0)
     for kill_at in (2, 4, 6):
@@ -347,7 +347,7 @@ def test_a_loop_that_is_left_and_begun_again_goes_on_from_a_place_within_it(tmp_
         assert carried_out(lambda place=place, at=kill_at: result_of(leaves, place, at)) == whole
 
 
-def test_a_loop_that_draws_ahead_is_refused_in_the_first_step_that_it_would_leave_out() -> None:
+def test_a_loop_that_draws_ahead_is_refused_at_the_first_step_it_skips() -> None:
     loop = Loop("unused", -1)
     batches = iter(loop.loader)
     current = next(batches)
@@ -424,7 +424,7 @@ def test_a_snapshot_is_loaded_unless_a_checkpoint_is_more_steps_newer(
     assert carried_out(lambda: continued_from(str(tmp_path), every, saves_at)) == [step, step]
 
 
-def test_another_checkpoint_than_what_the_run_continues_from_is_loaded_from_disk(tmp_path: Path) -> None:
+def test_a_different_checkpoint_is_loaded_from_disk_not_the_snapshot(tmp_path: Path) -> None:
     def body() -> list[int]:
         """The steps of the state at the end, and of the best one, which is loaded then."""
         loop = Loop(str(tmp_path), -1)
@@ -443,7 +443,7 @@ def test_another_checkpoint_than_what_the_run_continues_from_is_loaded_from_disk
     assert carried_out(body) == [[6, 3], [6, 3]]
 
 
-def test_weights_that_are_loaded_first_are_those_of_their_file_and_the_rest_continues(tmp_path: Path) -> None:
+def test_weights_loaded_first_come_from_their_file_and_the_rest_continues(tmp_path: Path) -> None:
     def body() -> list[int]:
         first = Accelerator(project_dir=tmp_path)
         model = first.prepare(nn.Linear(4, 1))
@@ -470,7 +470,7 @@ def test_weights_that_are_loaded_first_are_those_of_their_file_and_the_rest_cont
     assert carried_out(body) == [[3, 2], [3, 2]]
 
 
-def test_what_was_registered_stays_when_the_memory_is_given_back_or_written_again(tmp_path: Path) -> None:
+def test_registered_objects_outlive_reused_memory(tmp_path: Path) -> None:
     class Average:
         """Keeps the tensor that it is given, and changes it in place."""
 
@@ -567,7 +567,7 @@ def test_a_restarted_run_that_begins_anew_is_an_error_and_not_silent(tmp_path: P
         carried_out(body)
 
 
-def test_a_run_that_fails_at_last_is_saved_where_it_would_look_for_a_checkpoint(
+def test_a_run_that_finally_fails_is_saved_where_the_next_one_looks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = carried_out(lambda: result_of(epochs, str(tmp_path / "whole"), -1), restarts=0)
@@ -673,7 +673,7 @@ def test_a_kill_after_going_back_does_not_bring_the_dropped_steps_back(tmp_path:
     assert carried_out(body) == [3, 3]
 
 
-def test_going_back_over_the_border_of_an_epoch_is_refused_before_anything_is_changed() -> None:
+def test_rewinding_across_an_epoch_boundary_is_refused_before_any_change() -> None:
     loop = Loop("unused", -1, snapshots=3)
     for epoch in range(2):
         for batch in loop.loader:

@@ -44,7 +44,7 @@ def test_two_real_workers_meet_and_a_machine_without_a_problem_is_fine():
     assert "GB/s" in found["collectives"]
 
 
-def test_in_short_an_area_that_is_fine_is_one_line_and_of_another_only_what_needs_action_is_shown() -> None:
+def test_short_output_shows_one_line_for_a_good_area_else_only_problems() -> None:
     wanted = {"python", "packages", "absent", "launcher", "environment"}
     short, full = (
         [each for each in findings(ask("--quick", *more, GLOO_SOCKET_IFNAME="no-such-if")) if each[1] in wanted]
@@ -66,7 +66,7 @@ def test_other_programs_get_all_facts_as_json() -> None:
     assert done.returncode == ("problem" in states)
 
 
-def test_where_a_package_cannot_be_imported_the_versions_are_still_reported():
+def test_versions_are_reported_even_if_a_package_cannot_be_imported():
     code = "import sys; sys.modules['psutil'] = None\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--quick", "--all"], capture_output=True, text=True, timeout=60
@@ -78,7 +78,7 @@ def test_where_a_package_cannot_be_imported_the_versions_are_still_reported():
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_a_machine_is_a_line_and_its_advice_the_next_one():
+def test_a_machines_problem_is_one_line_and_its_advice_the_next():
     poor = ["bash", "-c", 'ulimit -n 512; exec "$@"', "bash"]
     done = ask("--quick", "--endpoint", "no.such.host.invalid:29400", before=poor)
     found = {(state, name): advice for state, name, _, advice in findings(done)}

@@ -103,9 +103,7 @@ def files_in(directory: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_step_is_replayed_with_its_bits_from_the_last_checkpoint_and_the_run_stays_as_it_is(
-    ranks: str, run: Path
-) -> None:
+def test_a_step_is_replayed_bit_for_bit_without_changing_the_run(ranks: str, run: Path) -> None:
     before = files_in(run)
     code, output, errors = replay(run, "--step", "13", "-n", ranks)
     assert (code, output) == (
@@ -162,7 +160,7 @@ def test_a_copy_is_replayed_where_the_directory_of_the_run_is_not(original: Path
     assert (code, output) == (0, f"replayed steps 14 to 16 on 1 device: {EQUAL}\n"), errors
 
 
-def test_a_script_that_loads_nothing_begins_with_step_1_and_further_arguments_may_let_it_load(run: Path) -> None:
+def test_a_replay_starts_at_step_1_unless_the_script_loads_a_checkpoint(run: Path) -> None:
     code, output, errors = replay(run, "--step", "12", "-n", "2", "--args", "--afresh")
     assert (code, output) == (0, "replayed steps 1 to 12 on 2 devices: equal at each of the 6 steps with digests\n")
     assert errors.count("calls no load_state before its first step") == 1
@@ -187,7 +185,7 @@ def test_a_run_that_was_resumed_is_replayed_from_what_it_has_loaded(run: Path) -
     assert f"{place}; no checkpoint before step 16 is there any more; put one of them back" in errors
 
 
-def test_a_step_after_the_end_of_the_run_is_refused_before_the_script_starts(run: Path) -> None:
+def test_a_step_past_the_end_of_the_run_is_refused_before_starting(run: Path) -> None:
     code, output, errors = replay(run, "--step", "17")
     advice = "pass one up to that, or let the script train longer by --args"
     assert (code, output) == (2, "")
@@ -223,7 +221,7 @@ def test_an_error_of_the_script_is_shown_and_is_no_difference(run: Path) -> None
     assert "ZeroDivisionError" in errors
 
 
-def test_what_the_script_would_write_over_is_kept_and_another_directory_takes_it(run: Path) -> None:
+def test_a_replay_overwrites_no_file_and_can_write_to_another_directory(run: Path) -> None:
     writes = 'open("steps.txt", "a").write(f"{steps}\\n"); torch.save(steps, "steps.pt"); steps += 1'
     record(run, "-n", "2", script=SCRIPT.replace("steps += 1", writes), arguments=("--afresh",))
     before = files_in(run)
@@ -267,7 +265,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_module_with_two_optimizers_that_saves_in_the_background_is_replayed(tmp_path: Path) -> None:
+def test_a_module_with_two_optimizers_and_background_saves_is_replayed(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "two.py").write_text(TWO)
@@ -375,7 +373,7 @@ def test_what_cannot_be_replayed_is_said_with_the_way_out(what: str, run: Path) 
     assert len(errors.splitlines()) == 1
 
 
-def test_a_copy_is_replayed_where_the_script_is_no_longer_in_its_first_place(run: Path) -> None:
+def test_a_copy_is_replayed_even_if_the_original_script_is_gone(run: Path) -> None:
     away = Path(shutil.copytree(run, run.parent / "away", symlinks=True))
     (run / "train.py").unlink()
     code, output, errors = replay(away, "--step", "3", "--cwd", str(away))

@@ -133,9 +133,7 @@ POD = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0
     ],
     ids=str,
 )
-def test_a_pod_has_the_workers_of_the_command_line_or_else_those_of_kubeflow(
-    run, script, monkeypatch, environ, options
-):
+def test_a_pod_takes_its_workers_from_the_command_line_else_from_kubeflow(run, script, monkeypatch, environ, options):
     for name, value in {"PET_NPROC_PER_NODE": "2", **environ}.items():
         monkeypatch.setenv(name, value)
     name = script("import unisono\nprint(unisono.world_size())")
@@ -192,7 +190,7 @@ def test_an_option_of_torchruns_alone_is_refused_with_its_counterpart(run, scrip
     assert "is an option of torchrun" in errors
 
 
-def test_torchruns_line_for_one_machine_runs_and_each_run_has_an_id_of_its_own(run, script):
+def test_torchruns_single_machine_line_runs_and_each_run_has_its_own_id(run, script):
     name = script("import os\nprint(os.environ['TORCHELASTIC_RUN_ID'])")
     line = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--monitor-interval=5", "--shutdown-timeout", "9"]
     options = ["--backend", "cpu", "--no-prefix", "--nproc-per-node=2"]
@@ -243,7 +241,7 @@ def test_a_script_that_initialises_a_group_of_gloo_gets_shared_memory(run, scrip
         caplog.clear()
 
 
-def test_a_rank_that_calls_another_collective_in_a_script_for_gloo_is_named(run, script):
+def test_a_rank_calling_a_different_collective_in_a_gloo_script_is_named(run, script):
     name = script(
         "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
         "dist.broadcast(torch.ones(2), 0) if dist.get_rank() else dist.all_reduce(torch.ones(2))"
@@ -287,7 +285,7 @@ print("went on")
 @pytest.mark.parametrize(
     ("text", "why"), [(CROSSED, "may wait for a message"), (GROUPS_IN_TWO_ORDERS, "in a collective of another group")]
 )
-def test_what_waits_behind_a_collective_that_has_only_begun_is_said_to_need_gloo(run, script, text, why):
+def test_waiting_behind_an_unfinished_collective_is_said_to_need_gloo(run, script, text, why):
     name = script(text)
     code, _, errors = run("-n", "2", "--backend", "cpu", name)
     assert code != 0
@@ -344,7 +342,7 @@ print("had its own")
 
 
 @pytest.mark.parametrize("options", [[], ["--process-group", "gloo"]], ids=["shm", "gloo"])
-def test_worlds_that_a_rank_makes_of_its_own_have_nothing_of_the_other_ranks(run_apart, options):
+def test_worlds_a_rank_creates_itself_see_nothing_of_the_other_ranks(run_apart, options):
     code, output, errors = run_apart(WORLDS, "-n", "2", "--no-prefix", *options)
     assert (code, output.splitlines()) == (0, ["had its own"] * 2), errors
 
@@ -457,7 +455,7 @@ for options in ({"device_ids": ["cuda:0"]}, {"device_ids": [0, 1]}):
 """
 
 
-def test_a_device_that_a_script_for_torchrun_names_for_a_model_on_the_cpu_is_left_out(run_apart):
+def test_a_torchrun_scripts_device_for_a_cpu_model_is_left_out(run_apart):
     code, output, errors = run_apart(NAMES_DEVICES, "-n", "2", "--no-prefix")
     assert code == 0, errors
     assert errors.count("device_ids and output_device are left out") == 1
@@ -489,7 +487,7 @@ assert seen == sorted(seen) and comm.progress >= seen[0] + 2 * 60, (seen[0], com
 """
 
 
-def test_a_script_creates_and_destroys_groups_while_its_progress_is_watched(run_apart):
+def test_progress_can_be_watched_while_a_script_makes_and_destroys_groups(run_apart):
     """The worker's pulse thread reads it as this one does, and has crashed in a group that did not exist any more."""
     code, _, errors = run_apart(WATCHED, "-n", "2")
     assert code == 0, errors
@@ -511,7 +509,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_group_that_a_script_initialises_begins_on_all_ranks_before_it_can_end_on_one(run_apart):
+def test_a_group_begins_on_all_ranks_before_it_can_end_on_any(run_apart):
     code, _, errors = run_apart(LATE, "-n", "2")
     assert code == 0, errors
 
@@ -563,7 +561,7 @@ print("continued", unisono.all_gather_object(unisono.rank()))
 """
 
 
-def test_a_rank_that_has_returned_waits_for_slow_peers_and_the_script_goes_on(run, script):
+def test_a_rank_that_has_returned_waits_for_slow_peers_then_continues(run, script):
     slow = "unisono.barrier(); time.sleep(0.3 * rank); return rank"
     code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", script(RETURNING.format(body=slow)))
     assert code == 0, errors
@@ -571,7 +569,7 @@ def test_a_rank_that_has_returned_waits_for_slow_peers_and_the_script_goes_on(ru
 
 
 @pytest.mark.parametrize("call", ["barrier()", "all_gather_object({'loss': 1})", "all_gather(torch.tensor([5]))"])
-def test_a_rank_that_returns_while_another_waits_for_it_breaks_the_world_and_nobody_gets_a_result(run, script, call):
+def test_returning_while_a_peer_waits_breaks_the_world_and_gives_no_result(run, script, call):
     body = f"import torch; print('got', world.comm.{call} if rank else 'nothing', flush=True)"
     began = time.monotonic()
     code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", script(RETURNING.format(body=body)))
@@ -653,9 +651,7 @@ if "again" in sys.argv:
         ),
     ],
 )
-def test_the_last_line_is_of_this_run_whatever_latest_is_and_has_numbers_if_they_are_whole(
-    run, script, tmp_path, case, words
-):
+def test_the_last_line_describes_this_run_with_numbers_only_if_complete(run, script, tmp_path, case, words):
     options = ["-n", "2", "--backend", "cpu", "--log-dir", "logs", "--max-restarts", "1"]
     code, _, errors = run(*options, script(CLOSING), case)
     assert code == 0, errors

@@ -288,7 +288,7 @@ def test_a_changed_file_ends_the_warm_process(own):
 
 
 @pytest.mark.slow
-def test_a_library_whose_allocator_has_a_thread_of_its_own_is_imported_once(own):
+def test_a_library_with_an_allocator_thread_is_imported_once(own):
     pytest.importorskip("pyarrow")  # which pandas, datasets and trl import
     own.warm("--preload", "pyarrow")
     (own.directory / "counts.py").write_text(
@@ -370,7 +370,7 @@ def test_a_descriptor_that_the_script_would_inherit_is_there(shared):
     assert f"it would not have the open descriptors [{reading}]" in errors
 
 
-def test_a_module_beside_the_script_is_imported_in_place_of_a_preloaded_one(shared):
+def test_a_module_beside_the_script_wins_over_a_preloaded_one(shared):
     directory = shared.directory / "other"
     directory.mkdir()
     (directory / "beside.py").write_text("value = 'own'\n")

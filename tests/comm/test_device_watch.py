@@ -112,7 +112,7 @@ def test_a_device_that_computes_for_long_without_a_collective_is_in_none(gpu, st
         assert comm.current is None
 
 
-def test_a_peer_s_failure_ends_what_the_device_waits_in_and_the_rank_goes_on_with_nothing(gpu, store, monkeypatch):
+def test_a_peers_failure_ends_the_devices_wait_and_wakes_the_rank(gpu, store, monkeypatch):
     def end_and_let_go(*args: Any, **kwargs: Any) -> None:
         shutdown.end_group(*args, **kwargs)
         ends.append((args, kwargs))
@@ -141,7 +141,7 @@ def test_a_peer_s_failure_ends_what_the_device_waits_in_and_the_rank_goes_on_wit
 
 
 @pytest.mark.parametrize("is_broken", [True, False])
-def test_the_end_of_a_rank_on_a_device_has_a_deadline_whoever_has_started_it(gpu, store, monkeypatch, is_broken):
+def test_the_end_of_a_device_rank_has_a_deadline_whoever_starts_it(gpu, store, monkeypatch, is_broken):
     ends: list[Any] = []
     monkeypatch.setattr("unisono.comm.processes.end_group", lambda *args, **kwargs: ends.append((args, kwargs)))
     with rank_on(gpu, store) as (comm, _):
@@ -149,7 +149,7 @@ def test_the_end_of_a_rank_on_a_device_has_a_deadline_whoever_has_started_it(gpu
         assert ends == [((is_broken,), {"waits_for_device": True})]
 
 
-def test_a_watch_ends_with_an_error_of_its_device_which_the_rank_meets_itself(gpu):
+def test_a_watch_stops_at_a_device_error_and_leaves_it_to_the_rank(gpu):
     class Failed(Gpu):
         def mark(self, device: torch.device, tensors: Any = ()) -> int:
             raise RuntimeError("CUDA error: device-side assert triggered")

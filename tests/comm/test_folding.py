@@ -57,7 +57,7 @@ def test_a_shared_fold_gives_every_rank_the_bits_of_a_fold_by_one(dtype, size, s
 
 
 @given(length=st.integers(0, 300), size=st.integers(2, 4), block=st.integers(4, 400), workers=st.integers(1, 5))
-def test_every_block_is_folded_once_whatever_the_lengths_and_however_many_work(length, size, block, workers):
+def test_every_block_is_folded_once_for_any_lengths_and_worker_count(length, size, block, workers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folding, "BLOCK_BYTES", block)
         tensors = [torch.full((length,), float(rank + 1)) for rank in range(size)]

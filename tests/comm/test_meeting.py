@@ -29,7 +29,7 @@ def exchange(meeting: Meeting, rank: int, value: Any = 0, call: Call = CALL) -> 
 # Exchanging.
 
 
-def test_a_fast_rank_in_the_next_round_does_not_touch_what_a_slow_one_still_reads():
+def test_a_fast_rank_in_the_next_round_leaves_a_slow_ranks_values_alone():
     meeting, is_ahead, rounds = Meeting(2, LONG), threading.Event(), range(1, 50)
 
     def fast() -> list[int]:
@@ -50,7 +50,7 @@ def test_a_fast_rank_in_the_next_round_does_not_touch_what_a_slow_one_still_read
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["abort", "departure"])
-def test_nothing_stops_a_round_that_is_complete_nor_waits_for_its_combination(fails):
+def test_nothing_stops_a_complete_round_or_waits_for_it_to_combine(fails):
     meeting, combining, go_on = Meeting(2, LONG), threading.Event(), threading.Event()
 
     def combine(values: list[int]) -> int:
@@ -67,7 +67,7 @@ def test_nothing_stops_a_round_that_is_complete_nor_waits_for_its_combination(fa
         exchange(meeting, 0)
 
 
-def test_an_error_of_the_combination_reaches_every_rank_as_an_object_of_its_own_and_breaks_the_world():
+def test_each_rank_gets_its_own_combination_error_and_the_world_breaks():
     meeting = Meeting(3, LONG)
 
     def fail(values: list[int]) -> int:
@@ -136,7 +136,7 @@ def test_whoever_ends_and_whenever_nobody_is_left_waiting(size, who, when, fails
 
 
 @pytest.mark.parametrize("name", ["all_gather", "broadcast", "reduce_scatter", "all_reduce"])
-def test_a_rank_that_goes_on_and_writes_its_tensor_does_not_change_what_a_slow_one_gets(name):
+def test_a_fast_rank_writing_its_tensor_does_not_change_a_slow_ones_result(name):
     fast, slow = ThreadCommunicator.group(2)
     has_written, exchange = threading.Event(), slow.meet
 

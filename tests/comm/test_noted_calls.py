@@ -117,6 +117,6 @@ assert last_calls()[-1].action == "called barrier()", last_calls()
 """
 
 
-def test_the_last_calls_are_kept_and_those_of_a_group_that_has_ended_are_not(run):
+def test_the_last_calls_are_kept_but_not_those_of_an_ended_group(run):
     code, _, errors = run(LAST)
     assert code == 0, errors

@@ -137,7 +137,7 @@ def test_a_value_is_captured_and_unwrapped():
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(1), GeneratorExit()], ids=repr)
-def test_nothing_escapes_a_capture_and_the_very_object_is_raised_with_where_it_happened_once(error):
+def test_a_captured_error_is_reraised_as_itself_with_its_place_noted_once(error):
     outcome = Outcome.failure(captured(error).error, "rank 1 of 4")
     for _ in range(2):
         with pytest.raises(type(error)) as raised:
@@ -147,7 +147,7 @@ def test_nothing_escapes_a_capture_and_the_very_object_is_raised_with_where_it_h
 
 
 @pytest.mark.parametrize("name", AWKWARD)
-def test_an_exception_arrives_and_is_copied_in_its_own_type_with_its_text_and_attributes(name):
+def test_an_exception_travels_and_copies_with_type_text_and_attributes(name):
     error = captured(AWKWARD[name]()).error
     error.__cause__, error.status = KeyError("why"), {"a": [1, (None, b"x")]}
     error.add_note("in reader, round 17")
@@ -218,14 +218,14 @@ def test_what_python_suggests_about_a_cause_is_in_the_remote_traceback():
     assert arrived.__cause__.text.count("Did you mean: 'learning_rate'?\n") == 1
 
 
-def test_an_error_that_was_never_raised_itself_ends_its_traceback_with_that_of_its_cause():
+def test_an_unraised_error_ends_its_traceback_with_that_of_its_cause():
     died = WorkerDiedError("rank 1 called sys.exit(3)", 1, 3)
     died.__cause__ = captured(SystemExit(3)).error
     arrived = Outcome.from_bytes(Outcome.failure(died).to_bytes()).error
     assert str(arrived.__cause__).endswith("SystemExit: 3\n")
 
 
-def test_an_error_that_is_passed_on_keeps_the_traceback_of_where_it_was_raised():
+def test_a_forwarded_error_keeps_its_original_traceback():
     first = travelled(ValueError("bad"))
     passed_on = Outcome.from_bytes(Outcome.failure(first).to_bytes()).error
     assert passed_on.__cause__.text == first.__cause__.text
@@ -264,7 +264,7 @@ def script() -> Iterator[types.ModuleType]:
     sys.modules.pop(module.__name__, None)
 
 
-def test_an_exception_class_that_is_missing_here_becomes_a_remote_error_of_the_same_text(script):
+def test_a_missing_exception_class_becomes_a_remote_error_with_its_text(script):
     data = captured(script.ScriptError(404, "not there")).to_bytes()
     del sys.modules[script.__name__]
     arrived = Outcome.from_bytes(data).error
@@ -291,7 +291,7 @@ def test_a_result_that_cannot_be_pickled_becomes_an_error_that_names_it():
     assert str(error).endswith("return tensors, numbers or other picklable data")
 
 
-def test_a_result_whose_class_is_missing_here_is_an_error_and_names_the_way_out(script):
+def test_a_result_with_a_missing_class_is_an_error_naming_the_way_out(script):
     data = Outcome(value=script.Result(), where="rank 1").to_bytes()
     del sys.modules[script.__name__]
     outcome = Outcome.from_bytes(data)
@@ -302,7 +302,7 @@ def test_a_result_whose_class_is_missing_here_is_an_error_and_names_the_way_out(
     assert outcome.where == "rank 1"
 
 
-def test_an_error_about_a_broken_world_is_secondary_directly_or_through_its_causes():
+def test_a_broken_world_error_is_secondary_directly_or_as_a_cause():
     broken = BrokenWorldError("rank 1 is gone")
     caused, handled, unrelated = ValueError("a"), ValueError("b"), ValueError("c")
     caused.__cause__ = broken

@@ -59,7 +59,7 @@ def run(source: str, beginning: str = TERM) -> tuple[int, list[str], str]:
     return code, output.splitlines(), errors
 
 
-def test_before_it_is_handled_sigterm_ends_the_process_shielded_loader_workers_or_not():
+def test_unhandled_sigterm_ends_the_process_with_or_without_shielding():
     assert run("term()")[0] == -15
     assert run("preemption.shield_loader_workers(); term()")[0] == -15
 
@@ -141,7 +141,7 @@ def test_sigterm_is_noted_and(what):
     assert errors == (ASKED_BY_CTRL_C if "the first Ctrl-C" in what else "")
 
 
-def test_the_first_call_from_another_thread_is_refused_with_the_way_out_and_later_ones_are_not():
+def test_the_first_call_from_another_thread_is_refused_and_later_ones_work():
     code, lines, _ = run(
         """
         def handle():

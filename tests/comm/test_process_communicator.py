@@ -127,7 +127,7 @@ class Vanishing(dist.HashStore):
         return found
 
 
-def test_a_reason_that_is_junk_or_vanishes_or_is_of_a_stranger_delays_no_other(store, secret, monkeypatch):
+def test_a_reason_that_is_junk_gone_or_foreign_delays_no_other(store, secret, monkeypatch):
     transport = RuntimeError("Connection reset")
     monkeypatch.setattr(dist, "all_reduce", Mock(side_effect=transport))
     departed, unknown = "rank 0 has left", "a peer is gone"
@@ -156,7 +156,7 @@ def test_what_fails_on_the_rank_s_own_device_is_no_peer_s_fault(store, monkeypat
     comm.barrier()
 
 
-def test_a_tensor_of_a_type_that_the_transport_has_is_reduced_where_it_lies(store):
+def test_a_type_the_transport_supports_is_reduced_in_place(store):
     comm = ProcessCommunicator(CPU, store)
     tensor = torch.ones(3)
     address, version = tensor.data_ptr(), tensor._version

@@ -240,7 +240,7 @@ def test_subgroups_have_memory_of_their_own_and_nothing_stays_behind():
     assert not [name for name in os.listdir("/dev/shm") if results.keys() & set(name.split("_")[1:2])]
 
 
-def test_a_slot_is_not_written_again_while_a_peer_may_read_it_also_where_the_count_of_meetings_wraps():
+def test_no_slot_is_reused_while_a_peer_may_read_it_even_at_wraparound():
     def work(index: int) -> list[int]:
         group = dist.new_group()
         blocks = group._blocks
@@ -331,7 +331,7 @@ def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():
     assert "ranks [0] had returned without an error" in caught.value.__notes__
 
 
-def test_announcements_without_a_collective_are_compared_however_many_they_are():
+def test_any_number_of_announcements_is_compared_without_a_collective():
     def work(index: int) -> str:
         meeting_point._GRACE_S = 60.0  # for both to name their places, however slow the other one is
         comm = current_world().comm
@@ -365,7 +365,7 @@ def notes_of(size: int) -> list[Notes]:
 
 
 @given(st.lists(st.lists(st.sampled_from("ab"), max_size=4), min_size=2, max_size=3))
-def test_the_first_line_that_differs_is_found_by_whoever_reads_both_and_nothing_else(actions):
+def test_the_first_differing_line_is_found_and_nothing_else(actions):
     notes = notes_of(len(actions))
     for number in range(4):
         for each, its in zip(notes, actions, strict=True):
@@ -379,7 +379,7 @@ def test_the_first_line_that_differs_is_found_by_whoever_reads_both_and_nothing_
             assert len(set(found.values())) > 1
 
 
-def test_long_texts_that_differ_behind_the_cut_are_told_apart_and_harm_no_other_note():
+def test_long_texts_differing_past_the_cut_are_told_apart():
     first, second = notes_of(2)
     while not first.is_full:
         for each in (first, second):
@@ -392,13 +392,13 @@ def test_long_texts_that_differ_behind_the_cut_are_told_apart_and_harm_no_other_
     assert found[0].startswith("called xxx")
 
 
-def test_memory_that_the_first_rank_does_not_share_is_waited_for_no_longer_than_the_timeout() -> None:
+def test_waiting_for_the_first_ranks_memory_ends_at_the_timeout() -> None:
     with pytest.raises(dist.DistStoreError, match="rank 1 has waited in vain for rank 0 to share its memory"):
         map_together(dist.HashStore(), 1, 2, 4096, timedelta(seconds=0.1))
 
 
 @pytest.mark.parametrize("kind", ["a path", "a file", "another name", "another size", "a pipe"])
-def test_no_file_is_opened_that_is_no_memory_of_a_rank_whatever_the_store_says(kind: str, tmp_path: Path) -> None:
+def test_whatever_the_store_says_only_a_ranks_memory_is_opened(kind: str, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(before := b"\0" * 16 + b"of another program")
     read, write = os.pipe()

@@ -38,7 +38,7 @@ def frame(file: str, number: int) -> str:
 
 @pytest.mark.parametrize("last", [OWN, COLLECTIVE])
 @pytest.mark.parametrize("error", ["unisono.errors.BrokenWorldError: rank 1 is gone\n", "KeyError: 'x'\n"])
-def test_frames_of_the_package_and_of_collectives_go_unless_one_has_raised_an_error_that_is_not_its_own(error, last):
+def test_internal_frames_are_hidden_unless_one_raised_a_foreign_error(error, last):
     files = [OWN, COLLECTIVE, USERS, LIBRARY, OWN, USERS, OWN, last]
     text = HEAD + "".join(frame(*each) for each in zip(files, range(len(files)), strict=True)) + error
     stay = [2, 3, 5] if error.startswith("unisono") else [2, 3, 5, 7]

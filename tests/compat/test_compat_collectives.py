@@ -115,7 +115,7 @@ def test_bad_reductions_and_meetings_are_told(call, error, words):
         call(mine([1.0]))
 
 
-def test_a_rendezvous_gives_payloads_by_ordinal_and_a_tag_may_be_used_again(way):
+def test_a_rendezvous_returns_payloads_by_ordinal_and_tags_can_be_reused(way):
     def meet():
         payload = f"from {xm.get_ordinal()}".encode()
         assert xm.rendezvous("empty") == [b""] * way.ranks

@@ -38,7 +38,7 @@ def test_a_worker_sees_its_own_device_only():
     assert PROCESSES.run(look) == [(1, True, 1)] * RANKS
 
 
-def test_a_kind_that_is_not_here_has_no_devices_and_of_several_the_first_that_has_any_counts():
+def test_an_absent_device_kind_is_empty_and_a_list_takes_the_first_present():
     missing = "MPS" if not torch.backends.mps.is_available() else "TPU"
     assert xm.get_xla_supported_devices(missing) == []
     with pytest.raises(ValueError, match=f"no device of kind '{missing}' here; there are .*cpu:0"):
@@ -79,7 +79,7 @@ def test_hardware_is_told_in_upper_case():
     assert xr.device_type() == ("CUDA" if hardware == "GPU" else hardware)
 
 
-def test_inside_a_replication_ordinals_are_right_whatever_the_default_and_one_is_the_master(several, capfd):
+def test_replicas_know_their_ordinals_whatever_the_default_with_one_master(several, capfd):
     def look():
         xm.master_print("it is", xm.get_ordinal(), flush=True)
         assert xm.is_master_ordinal() == xm.is_master_ordinal(local=False) == (xm.get_ordinal() == 0)
@@ -120,7 +120,7 @@ def test_the_generator_repeats_what_came_behind_a_seed_and_behind_a_state(way):
     assert len({tuple(numbers) for numbers in way.run(draw)}) == 1
 
 
-def test_outside_any_replication_the_default_is_given_verbatim_and_one_of_one_leaves_nothing_behind():
+def test_outside_replicas_the_default_is_returned_and_nothing_stays_behind():
     assert (xm.get_ordinal(), xm.get_local_ordinal(), xm.xrt_world_size(), xm.is_master_ordinal()) == (0, 0, 1, True)
     assert (xr.world_size(), xr.global_ordinal(), xr.local_ordinal(), xr.process_count()) == (1, 0, 0, 1)
     assert xmp.spawn(lambda index: (index, xm.get_ordinal(-1), xm.xrt_world_size(None)), nprocs=1) == [(0, 0, 1)]

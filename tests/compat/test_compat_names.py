@@ -78,7 +78,7 @@ def test_closures_beside_the_loop_run_in_order_while_it_goes_on(way):
     assert way.run(loop) == [[(0.0, rank), (2.0, rank), (4.0, rank)] for rank in range(way.ranks)]
 
 
-def test_what_a_closure_beside_the_loop_raises_the_next_steps_end_raises_once():
+def test_an_error_in_an_async_closure_is_raised_once_at_the_next_step_end():
     def fails():
         raise FileNotFoundError("the log")
 

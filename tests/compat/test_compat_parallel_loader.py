@@ -37,7 +37,7 @@ def one_after_another(loader, devices):
 @pytest.mark.parametrize(
     ("count", "each"), [(10, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]), (5, [[0, 2], [1, 3]]), (1, [[], []]), (0, [[], []])]
 )
-def test_batch_i_goes_to_device_i_modulo_n_and_an_incomplete_last_group_to_none(count, each):
+def test_batch_i_goes_to_device_i_modulo_n_and_an_incomplete_group_to_none(count, each):
     with pl.ParallelLoader(numbered(count), TWO) as loader:
         assert one_after_another(loader, TWO) == each
         assert len(loader) == loader.per_device_samples() == len(each[0])
@@ -114,7 +114,7 @@ def test_a_workers_loader_is_not_cut_and_its_own_sampler_decides():
 
 
 @pytest.mark.parametrize("make", [pl.MpDeviceLoader, lambda *args: pl.ParallelLoader(args[0], [args[1]])])
-def test_a_loader_made_again_for_each_epoch_takes_the_one_that_the_script_has_set_in_its_sampler(make):
+def test_a_loader_remade_each_epoch_takes_the_epoch_set_in_its_sampler(make):
     data = TensorDataset(torch.arange(32.0))
     device = xm.xla_device()
     sampler = DistributedSampler(data, 1, 0, seed=3)

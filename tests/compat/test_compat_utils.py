@@ -28,7 +28,7 @@ def test_a_sample_generator_gives_the_very_object_again_and_again():
     assert generator.next() is next(generator) is data
 
 
-def test_a_function_generator_gives_tensors_and_what_the_function_makes_of_them():
+def test_a_function_generator_yields_tensors_and_the_functions_results():
     generator = xu.FnDataGenerator(lambda x: x * 2, 4, torch.ones, dims=[3], count=2)
     assert len(generator) == 2
     for _ in range(2):

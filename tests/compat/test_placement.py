@@ -177,7 +177,7 @@ def test_state_moves_and_step_counts_stay_where_torch_wants_them(capturable):
 
 
 @pytest.mark.any_family
-def test_a_run_is_copied_to_a_device_of_the_family_and_on_it_and_home_and_each_goes_on_alike():
+def test_a_run_copied_to_a_device_and_back_continues_alike():
     model = nn.Linear(3, 2)
     runs = [(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))]
     for device in (devices(1)[0], devices(1)[0], "cpu"):
@@ -200,7 +200,7 @@ def test_an_optimizer_needs_its_parameters():
     assert twin.param_groups[0]["params"][0] is parameters[0]
 
 
-def test_an_optimizer_in_an_object_comes_with_its_module_and_scheduler_and_without_hooks():
+def test_a_copied_optimizer_keeps_its_module_and_scheduler_but_no_hooks():
     model, seen = network(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.register_step_pre_hook(lambda *_: seen.append("stepped"))

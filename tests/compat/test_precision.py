@@ -197,7 +197,7 @@ OPTIMIZERS = ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "ASGD", 
 
 @pytest.mark.parametrize("name", ["SGD", *OPTIMIZERS, "Adafactor", "LBFGS"])
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
-def test_an_optimizer_goes_on_in_the_precision_of_its_module_there_and_back(name, lr):
+def test_an_optimizer_follows_its_modules_precision_there_and_back(name, lr):
     options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "LBFGS": {"max_iter": 2}}
     network = model()
     if name == "LBFGS":  # its one vector for all parameters has one precision
@@ -231,7 +231,7 @@ def test_state_tensors_convert_with_their_parameters_and_steps_do_not():
 
 
 @pytest.mark.any_family
-def test_a_module_on_a_device_of_the_family_computes_in_reduced_precision_and_returns():
+def test_a_module_on_a_device_computes_in_reduced_precision_and_returns():
     device = devices(1)[0]
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
     inputs = torch.linspace(-1, 1, 15, device=device).view(5, 3)

@@ -54,7 +54,7 @@ def test_the_law_is_checked_on_a_device_of_the_family(name):
 # Identity and discovery.
 
 
-def test_a_class_that_lacks_what_a_family_must_have_is_refused_by_their_names():
+def test_a_class_lacking_required_members_is_refused_by_their_names():
     class Incomplete(Backend):
         """Without what each family has to say of itself."""
 
@@ -222,7 +222,7 @@ def test_a_packed_sequence_stays_one(backend, device):
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_where_nothing_moves_in_the_background_a_batch_of_main_memory_is_handed_back_as_it_is(backend, device, kind):
+def test_without_background_moves_a_main_memory_batch_is_returned_as_is(backend, device, kind):
     assert isinstance(backend.moves_in_background, bool)
     if backend.moves_in_background:
         pytest.skip(f"{backend.name} moves its batches on threads of their own")
@@ -270,7 +270,7 @@ def test_a_device_can_be_activated_synchronised_and_marked(backend, device):
     assert result.item() == 6
 
 
-def test_a_mark_is_reached_when_the_work_before_it_is_done_and_another_thread_may_wait_for_it(backend, device):
+def test_a_mark_is_reached_after_its_work_and_another_thread_can_await_it(backend, device):
     tensor = torch.ones(4, device=device).add_(1)
     mark = backend.mark(device, tensor)
 

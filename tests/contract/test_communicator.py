@@ -120,7 +120,7 @@ def test_all_reduce_folds_all_ranks_whatever_the_type(ranks):
     assert ranks.run(reduce) == [expected] * ranks.size
 
 
-def test_reduce_scatter_gives_each_rank_its_part_of_the_fold_whatever_the_type(ranks):
+def test_reduce_scatter_gives_each_rank_its_part_of_the_fold_for_any_type(ranks):
     def reduce(comm):
         found = []
         for dtype, op in REDUCTIONS:
@@ -229,7 +229,7 @@ def test_reduce_scatter_leaves_its_argument_alone(ranks):
     assert ranks.run(reduce) == [list(range(ranks.size))] * ranks.size
 
 
-def test_what_lies_in_main_memory_is_reduced_and_moved_there_whatever_the_rank_s_device_is(ranks):
+def test_main_memory_tensors_are_reduced_and_moved_there_on_any_device(ranks):
     def body(comm: Communicator) -> tuple[list[Any], set[torch.device]]:
         own = torch.tensor([comm.rank, 1], device=HOST)
         results = [comm.all_reduce(own.clone()), comm.reduce_scatter(own.repeat(comm.size))[:1]]
@@ -266,7 +266,7 @@ def test_all_gather_returns_every_tensor_in_rank_order_whatever_its_type(ranks):
     assert ranks.run(gather) == [oracle] * ranks.size
 
 
-def test_broadcast_overwrites_with_the_tensor_of_each_root_whatever_its_type(ranks):
+def test_broadcast_overwrites_with_each_roots_tensor_whatever_its_type(ranks):
     def broadcast(comm):
         found = {}
         for root in range(comm.size):
@@ -354,7 +354,7 @@ def test_objects_are_gathered_in_rank_order(ranks):
     assert ranks.run(gather) == [everyone] * ranks.size
 
 
-def test_the_object_of_each_root_is_broadcast_and_the_others_arguments_are_ignored(ranks):
+def test_each_roots_object_is_broadcast_and_other_arguments_are_ignored(ranks):
     def broadcast(comm):
         unpicklable = threading.Lock()
         return [
@@ -563,7 +563,7 @@ def test_a_mismatch_names_all_ranks_by_their_calls_and_breaks_the_world(peers, n
         assert (after.type, after.cause_type) == ("BrokenWorldError", "CollectiveMismatchError")
 
 
-def test_a_collective_of_rank_zero_alone_names_the_ranks_that_returned_and_soon(many_peers):
+def test_a_collective_on_rank_zero_alone_soon_names_the_returned_ranks(many_peers):
     def save_on_rank_zero_only(comm):
         comm.barrier()
         began = time.monotonic()

@@ -57,7 +57,7 @@ def test_what_cannot_be_pinned_is_left_as_it_is(leaf):
     assert pin_leaf(leaf) is leaf
 
 
-def test_an_error_of_pinning_says_how_much_was_asked_for_and_what_bounds_it():
+def test_a_pinning_error_states_the_requested_size_and_what_limits_it():
     class Locked(torch.Tensor):
         def pin_memory(self) -> torch.Tensor:
             raise RuntimeError("CUDA error: out of memory")
@@ -104,7 +104,7 @@ def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_that_it_sees(
 @pytest.mark.parametrize(
     ("hip", "library", "prefix"), [(None, "libcuda.so.1", "cu"), ("7.2.1", "libamdhip64.so.7", "hip")]
 )
-def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch, hip, library, prefix):
+def test_a_side_thread_leaves_graph_captures_by_others_alone(monkeypatch, hip, library, prefix):
     modes: list[int] = []
     function = f"{prefix}ThreadExchangeStreamCaptureMode"
 
@@ -158,7 +158,7 @@ def test_the_copy_of_the_next_batch_overlaps_the_kernels_of_this_step():
 
 
 @needs_cuda
-def test_memory_that_a_kernel_still_reads_is_not_overwritten_by_the_next_copies():
+def test_memory_a_kernel_still_reads_is_not_overwritten_by_later_copies():
     weight = torch.rand(4096, 4096, device="cuda")
     sums = []
     for batch in DeviceLoader([torch.full((1 << 20,), float(number)) for number in range(100)], "cuda"):

@@ -64,7 +64,7 @@ def on_stand_in() -> Iterator[World]:
         yield found
 
 
-def test_ranks_meet_in_main_memory_and_train_as_one_without_an_engine_of_torch() -> None:
+def test_ranks_meeting_in_main_memory_train_as_one_without_torchs_ddp() -> None:
     def body() -> tuple[State, type, type]:
         with on_stand_in() as world, patch.object(DistributedDataParallel, "__init__", side_effect=AssertionError):
             return run(CASE, strategy="ddp"), type(world.comm), type(innermost(world.comm))

@@ -63,7 +63,7 @@ def test_the_process_that_is_asked_imports_nothing_from_its_directory(tmp_path: 
 
 
 @pytest.mark.slow
-def test_what_workers_need_is_in_no_other_environment_and_a_tpu_is_torch_tpu_s(tmp_path: Path) -> None:
+def test_worker_variables_stay_with_workers_and_torch_tpu_owns_the_tpu(tmp_path: Path) -> None:
     done = run_installed(SCRIPT, tmp_path, "torch_tpu", PACKAGE, "[torch.backends]\ntorch_tpu = torch_tpu:load\n")
     two_and_four, here, refusal, names = done.stdout.splitlines()
     assert (two_and_four, here) == ("[2, 4]", "[]"), done.stderr

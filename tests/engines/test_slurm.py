@@ -129,7 +129,7 @@ def test_an_exception_is_the_job_s_failure_and_the_job_is_not_requeued(slurm, tm
     assert "LookupError: not here" in job.output
 
 
-def test_a_job_that_is_stopped_by_its_time_limit_is_requeued_and_resumes_with_each_sample_once(slurm, tmp_path):
+def test_a_job_at_its_time_limit_is_requeued_and_counts_each_sample_once(slurm, tmp_path):
     job = Job(slurm, tmp_path, "stand", "--time=60", "--signal=TERM@45")
     wait_until(lambda: len(job.ledger) >= 12, lambda: job.output)  # before that, SIGTERM would end it without a save
     slurm("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")

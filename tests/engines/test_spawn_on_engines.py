@@ -245,7 +245,7 @@ def start_waiting(ground: Ground, directory: Path, how: str = "wait") -> subproc
     return process
 
 
-def test_no_agent_outlives_a_caller_that_is_killed_though_a_child_of_it_lives_on(local: Ground, tmp_path: Path) -> None:
+def test_no_agent_outlives_a_killed_caller_even_if_its_child_lives_on(local: Ground, tmp_path: Path) -> None:
     process = start_waiting(local, tmp_path, "wait beside a child")
     caller = psutil.Process(process.pid)
     until(lambda: len(caller.children()) == 3)
@@ -264,7 +264,7 @@ def test_no_agent_outlives_a_caller_that_is_killed_though_a_child_of_it_lives_on
 
 
 @pytest.mark.skipif(not HAS_SSH, reason="needs sshd, and root")
-def test_no_ssh_outlives_a_caller_that_is_killed_though_a_child_of_it_lives_on(hosts: Ground, tmp_path: Path) -> None:
+def test_no_ssh_outlives_a_killed_caller_even_if_its_child_lives_on(hosts: Ground, tmp_path: Path) -> None:
     process = start_waiting(hosts, tmp_path, "wait beside a child")
     caller = psutil.Process(process.pid)
     until(lambda: len(caller.children()) == 3)
@@ -343,7 +343,7 @@ def store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True)
 
 
-def test_an_agent_that_waits_for_another_machine_in_native_code_ends_soon_after_its_caller(store: Any) -> None:
+def test_an_agent_waiting_in_native_code_ends_soon_after_its_caller(store: Any) -> None:
     with pytest.raises(Begun) as begun:
         spawn(print, engine=Begun(), nprocs=2, backend="cpu", grace_s=0.0)
     bundle = begun.value.args[0]
@@ -455,13 +455,13 @@ class Closing(io.StringIO):
         return super().write(text)
 
 
-def test_output_goes_to_a_stream_of_text_too_and_one_that_is_closed_is_an_error() -> None:
+def test_output_also_goes_to_text_streams_and_a_closed_one_is_an_error() -> None:
     with redirect_stdout(Closing()) as notebook, pytest.raises(BrokenPipeError):
         spawn(lambda index: print("here\nthere"), nprocs=1, engine=Local(1), backend="cpu")
     assert notebook.getvalue() == "here\n"
 
 
-def test_no_other_user_can_read_or_replace_what_a_job_gets_whatever_the_umask(
+def test_no_other_user_can_read_or_replace_a_jobs_files_whatever_the_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -520,7 +520,7 @@ def test_a_controller_of_slurm_that_hangs_is_waited_for_within_bounds(
     ]
 
 
-def test_slurm_s_controller_may_be_away_and_a_job_that_it_has_forgotten_is_lost(
+def test_slurms_controller_may_be_away_but_a_forgotten_job_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "squeue").write_text(f"#!/bin/sh\ncat {tmp_path}/says >&2; exit 1\n")

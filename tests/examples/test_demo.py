@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parent.parent.parent / "examples" / "demo.py"
 
 
 @pytest.mark.slow
-def test_the_demo_ends_with_one_hash_and_one_accuracy_on_each_number_of_devices(tmp_path: Path) -> None:
+def test_the_demo_has_one_hash_and_accuracy_on_any_number_of_devices(tmp_path: Path) -> None:
     ends = set()
     for devices in "123":
         picture = tmp_path / devices / "digits.png"

@@ -52,7 +52,7 @@ def test_the_accelerator_gives_the_bits_of_five_lines_by_hand(mode: Mode, monkey
 
 
 @pytest.mark.slow
-def test_the_cells_of_the_notebook_run_and_two_workers_train_what_one_device_does(
+def test_the_notebook_runs_and_two_workers_train_like_one_device(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_BACKEND", "cpu")

@@ -93,7 +93,7 @@ def assert_as_plain_torch(output: str) -> None:
         assert accuracy == pytest.approx(right, abs=1.1 / NUM_TEST)
 
 
-def test_the_scripts_differ_from_those_of_torch_xla_in_their_import_lines_only() -> None:
+def test_scripts_differ_from_torch_xlas_in_import_lines_only() -> None:
     for script in SCRIPTS:
         lines = (FOLDER / script).read_text().splitlines()
         named = [line for line in lines if "unisono" in line and "UNISONO_BACKEND" not in line]
@@ -109,12 +109,12 @@ def test_on_one_device_a_script_trains_as_plain_torch_does(script: str) -> None:
 @pytest.mark.parametrize(
     "script", [THREADS, *(pytest.param(each, marks=pytest.mark.slow) for each in (SPAWN, NOTEBOOK, LAUNCH))]
 )
-def test_on_two_devices_with_half_the_batch_each_a_script_has_the_losses_of_one(script: str) -> None:
+def test_two_devices_with_half_batches_have_the_losses_of_one(script: str) -> None:
     assert_as_plain_torch(run(script, 2, "cpu"))
 
 
 @pytest.mark.slow
-def test_the_native_run_trains_as_plain_torch_does_and_made_up_data_are_learnt_at_once() -> None:
+def test_the_native_run_trains_like_plain_torch_and_learns_fake_data_fast() -> None:
     assert_as_plain_torch(run(THREADS, 1, "cpu", "--num_cores=0"))
     assert epochs_in(run(SINGLE, 1, "cpu", "--fake_data"))[-1] == (pytest.approx(0, abs=1e-3), 1)
 

@@ -142,7 +142,7 @@ def train(index, line):
 
 @pytest.mark.parametrize("nprocs", [1, 2])
 @pytest.mark.parametrize("leave", [lambda: None, sys.exit, lambda: sys.exit(143)], ids=["return", "exit 0", "exit 143"])
-def test_however_fn_leaves_after_an_agreed_stop_it_is_one_and_says_after_which_step(caplog, nprocs, leave):
+def test_an_agreed_stop_reports_its_step_however_fn_leaves(caplog, nprocs, leave):
     def work(index):
         parameter = torch.nn.Parameter(torch.ones(1))
         should_stop()
@@ -184,7 +184,7 @@ def test_a_group_that_does_not_handle_sigterm_is_ended_by_it(tmp_path, line, ear
         assert script.survivors() == []
 
 
-def test_a_rank_that_handles_sigterm_is_stopped_all_the_same_when_a_peer_fails(line, ear):
+def test_a_rank_handling_sigterm_is_still_stopped_when_a_peer_fails(line, ear):
     def work(index):
         should_stop()
         line.say(os.getpid())

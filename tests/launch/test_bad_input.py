@@ -96,7 +96,7 @@ def test_more_workers_than_accelerators_are_refused(monkeypatch):
         spawn(work, nprocs=2)
 
 
-def test_workers_may_share_an_accelerator_where_the_group_does_not_need_one_for_each(monkeypatch):
+def test_workers_may_share_an_accelerator_if_the_process_group_allows_it(monkeypatch):
     monkeypatch.setattr(TwoDevices, "process_group_backend", "nccl")
     monkeypatch.setattr(spawn_module, "pick_backend", lambda name: TwoDevices())
     with pytest.raises(

@@ -76,7 +76,7 @@ def test_what_cannot_travel_is_named(what):
 
 
 @pytest.mark.parametrize("suppresses", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_killed_rank_is_blamed_though_a_peer_has_turned_the_news_into_an_error_of_its_own(soon, suppresses):
+def test_a_killed_rank_is_blamed_even_if_a_peer_raises_its_own_error(soon, suppresses):
     def work(index):
         comm = current_world().comm
         comm.barrier()
@@ -152,7 +152,7 @@ def gather_alone(index):
     ],
 )
 @pytest.mark.parametrize("process_group", [None, "gloo"])
-def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls(work, calls, process_group, soon):
+def test_ranks_out_of_step_in_torch_collectives_are_named_with_their_calls(work, calls, process_group, soon):
     with pytest.raises(CollectiveMismatchError) as caught:
         spawn(work, nprocs=2, process_group=process_group)
     text = str(caught.value)
@@ -275,7 +275,7 @@ print(spawn(lambda index: index, nprocs=2))
 """
 
 
-def test_no_more_open_files_are_told_with_a_way_out_and_the_next_run_is_well(tmp_path):
+def test_running_out_of_open_files_names_a_way_out_and_the_next_run_works(tmp_path):
     with Script(FILES, tmp_path) as script:
         code, output, errors = script.end()
     assert code == 0, errors

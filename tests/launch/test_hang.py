@@ -106,7 +106,7 @@ def test_a_rank_that_makes_progress_alone_is_no_hang():
 
 
 @pytest.mark.slow
-def test_shortly_before_the_time_out_of_a_collective_the_late_rank_is_named_by_default(soon):
+def test_by_default_the_late_rank_is_named_just_before_the_timeout(soon):
     def work(index):
         if index == 1:
             compute_slowly()
@@ -148,7 +148,7 @@ def test_what_the_workers_do_when_they_are_stopped_does_not_hide_the_hang(soon):
         spawn(work, nprocs=2, hang_timeout_s=HANG_S)
 
 
-def test_a_device_that_waits_for_a_rank_that_has_returned_is_no_matter_of_minutes():
+def test_a_device_waiting_for_a_returned_rank_is_reported_within_seconds():
     """On the host, the transport tells it at once."""
     watch = HangWatch(None, timeout_s=1800.0)
     watch.hear(0, Pulse(1), 0.0)
@@ -222,7 +222,7 @@ def test_only_the_main_thread_tells_what_a_rank_does():
     assert 'rank 1 is late: rank 1 is in load ("d.py", line 7); rank 0 waits in barrier()' in str(error)
 
 
-def test_ranks_in_different_collectives_are_told_with_the_one_that_is_behind():
+def test_ranks_in_different_collectives_are_listed_with_the_lagging_one():
     pulses = {0: Pulse(7, "barrier()"), 1: Pulse(7, "barrier()"), 2: Pulse(4, "all_reduce(float32[1], 'sum')")}
     error = hung_error(HangWatch(60.0, 100.0, pulses=pulses), {}, [0, 1, 2])
     assert (

@@ -100,7 +100,7 @@ if GUARD or __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_loader_workers_that_are_fresh_interpreters_find_what_the_script_defines(tmp_path, method):
+def test_fresh_loader_workers_find_what_the_script_defines(tmp_path, method):
     with Script(FRESH.replace("METHOD", repr(method)).replace("GUARD", "False"), tmp_path) as script:
         assert script.end() == (0, "[[[0], [1], [4]], [[0], [1], [4]]]\n", "")
         assert script.survivors() == []
@@ -124,7 +124,7 @@ spawn(work, nprocs=2)
 
 
 @pytest.mark.slow
-def test_a_spawn_at_the_import_of_its_own_module_is_an_error_and_no_endless_tree(tmp_path):
+def test_a_spawn_at_its_modules_own_import_is_an_error_not_an_endless_tree(tmp_path):
     (tmp_path / "imported.py").write_text(IMPORTED)
     with Script("import imported  # which calls spawn", tmp_path) as script:
         code, _, errors = script.end()

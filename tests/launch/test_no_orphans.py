@@ -84,9 +84,7 @@ def test_no_other_user_can_open_what_a_run_makes_whatever_the_umask(tmp_path):
         assert {mode[4:] for _, mode in reached} == {"------"}, reached
 
 
-def test_what_is_left_when_both_are_killed_goes_with_the_next_run_while_a_living_run_keeps_its_own(
-    tmp_path, ear, gate, let_pass, monkeypatch
-):
+def test_the_next_run_removes_a_dead_runs_files_but_not_a_living_runs(tmp_path, ear, gate, let_pass, monkeypatch):
     source = """
 def stand(index):
     line.say("running", os.getppid(), os.environ["TMPDIR"])
@@ -121,7 +119,7 @@ if os.path.exists("stands") and (zygote := re.search(r"zygote import main; main.
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_stays_of_a_run_whose_caller_is_ended_while_a_new_zygote_starts(tmp_path, ear, gate, let_pass, signum):
+def test_nothing_survives_a_caller_ended_while_a_new_zygote_starts(tmp_path, ear, gate, let_pass, signum):
     (tmp_path / "sitecustomize.py").write_text(STANDS_AT_ITS_START)
     path = f"{tmp_path}{os.pathsep}{os.path.dirname(__file__)}/.."
     source = RICH + "spawn(work, nprocs=2, max_restarts=1)"
@@ -325,7 +323,7 @@ def test_what_a_worker_has_started_ends_with_it_though_its_peers_go_on(line, ear
     context.join()
 
 
-def test_what_left_its_session_ends_with_its_group_though_another_group_goes_on(line, ear, gate, let_pass):
+def test_a_process_that_left_its_session_ends_with_its_own_group(line, ear, gate, let_pass):
     other = spawn(lambda index: gate.wait(), nprocs=2, join=False)
     other.pids()
 
@@ -345,7 +343,7 @@ def test_what_left_its_session_ends_with_its_group_though_another_group_goes_on(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_what_another_user_has_put_beside_the_directories_of_runs_is_not_touched(tmp_path, monkeypatch):
+def test_another_users_directory_beside_those_of_runs_is_not_touched(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with private_directory("1") as directory:
         name = directory.name[:-8]

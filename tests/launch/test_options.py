@@ -34,7 +34,7 @@ def test_workers_and_their_loader_workers_share_the_cores(no_omp):
     assert spawn(threads, nprocs=2, cores=3) == [(3, "3")] * 2
 
 
-def test_the_number_of_threads_that_the_user_has_set_in_the_environment_holds(monkeypatch):
+def test_a_thread_count_set_in_the_environment_holds_in_workers(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert spawn(lambda index: torch.get_num_threads(), nprocs=2) == [3, 3]
 
@@ -83,7 +83,7 @@ def test_the_last_lines_on_stderr_belong_to_the_error():
 
 
 @pytest.mark.parametrize("method", ["zygote", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_only_its_user_can_read_what_a_run_writes_and_its_environment_is_in_no_file(monkeypatch, method):
+def test_only_its_user_can_read_a_runs_files_and_none_has_its_environment(monkeypatch, method):
     secret = uuid4().hex
     monkeypatch.setenv("OF_THE_CALLER", secret)
 
@@ -97,7 +97,7 @@ def test_only_its_user_can_read_what_a_run_writes_and_its_environment_is_in_no_f
     assert spawn(look, nprocs=2, start_method=method) == [(0o700, False, [])] * 2
 
 
-def test_loader_workers_run_however_long_the_path_of_the_temporary_directory_is(tmp_path, monkeypatch):
+def test_loader_workers_run_however_long_the_temporary_path_is(tmp_path, monkeypatch):
     (long := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
 

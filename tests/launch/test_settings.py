@@ -153,7 +153,7 @@ def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
 
 
 @pytest.mark.slow
-def test_workers_draw_numbers_of_numpy_of_their_own_where_the_caller_has_drawn_none(tmp_path):
+def test_workers_draw_their_own_numpy_numbers_even_if_the_caller_drew_none(tmp_path):
     source = """
 import sys
 from unisono.launch.spawn import spawn

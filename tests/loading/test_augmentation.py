@@ -37,7 +37,7 @@ def augmented(num_workers: int, kind: type[Augmented] = Augmented, **options: An
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_a_sample_is_augmented_alike_whoever_loads_it_and_anew_in_each_epoch():
+def test_a_sample_is_augmented_alike_by_any_loader_and_anew_each_epoch():
     alone = ranks_of(augmented(1), 1, seed=3)
     first, second = augmentations(alone), augmentations(alone)
     assert sorted(first) == sorted(second) == list(range(22))
@@ -72,7 +72,7 @@ def test_a_padded_sample_is_repeated_with_its_augmentation():
         assert len({str(sample) for sample in last}) == len({index for index, _ in last})
 
 
-def test_a_part_of_a_dataset_and_a_stack_of_them_are_augmented_sample_by_sample_too():
+def test_subsets_and_stacked_datasets_are_augmented_sample_by_sample_too():
     def load(count: int) -> dict[int, Any]:
         part = Subset(Subset(Augmented(30), range(22)), range(22))
         loader = DataLoader(StackDataset(part, part), batch_size=3, num_workers=1, collate_fn=list)
@@ -125,7 +125,7 @@ def own_generator(worker: int) -> None:
     info.dataset.generator = random.Random(info.seed)
 
 
-def test_no_two_ranks_or_epochs_have_a_workers_seed_in_common_and_a_second_run_has_them_again():
+def test_worker_seeds_differ_by_rank_and_epoch_and_repeat_in_a_second_run():
     def load() -> list[float]:
         loader = DataLoader(Streamed(8), num_workers=2, worker_init_fn=own_generator, batch_size=1, collate_fn=list)
         return [

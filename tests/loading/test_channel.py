@@ -52,7 +52,7 @@ def drain(channel: Channel) -> list[Any]:
     return found
 
 
-def test_items_come_out_in_order_and_all_before_the_end_which_is_told_again_and_again():
+def test_items_come_out_in_order_and_then_the_end_again_and_again():
     channel = Channel()
     items = [1, None, "", [], 0, False, EndOfChannel, Outcome()]
     for item in items:
@@ -63,7 +63,7 @@ def test_items_come_out_in_order_and_all_before_the_end_which_is_told_again_and_
         assert drain(channel) == []
 
 
-def test_an_error_follows_what_was_sent_in_its_own_type_at_each_call_and_as_an_object_of_its_own():
+def test_after_the_items_each_receive_raises_its_own_copy_of_the_error():
     channel = Channel()
     error = CodedError(7)
     error.add_note("in the kitchen")

@@ -217,7 +217,7 @@ def test_a_sampler_that_cuts_by_rank_is_refused_and_taken_as_parts():
 
 
 @pytest.mark.parametrize("names", [("_rank", "_world_size"), ("rank", "num_ranks")])
-def test_a_sampler_that_knows_rank_and_ranks_is_not_cut_again_nor_resumed_elsewhere(names):
+def test_a_rank_aware_sampler_is_not_cut_again_or_resumed_on_other_ranks(names):
     def body(state: Any = None) -> tuple[list[int], Any]:
         loader = DeviceLoader(DataLoader(range(24), 2, sampler=Sharding(names)))
         if state is not None:
@@ -258,7 +258,7 @@ class Fractions(OfItsRank):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", [OfItsRank, Fractions])
 @stand_ins()
-def test_a_dataset_that_knows_its_rank_is_cut_once_whether_it_cuts_itself_or_not(kind, workers):
+def test_a_rank_aware_dataset_is_cut_once_whether_or_not_it_cuts_itself(kind, workers):
     for cuts in (True, False):
         found = passes(THREADS_2, partial(kind, cuts), None, None, workers=workers)
         assert all_of(found) == all_of(found, 1) == list(range(COUNT))

@@ -101,7 +101,7 @@ def chunks_of(sizes: list[int]) -> list[list[int]]:
 
 
 @given(samples=st.integers(1, 40), size=st.integers(1, 5), count=st.integers(1, 4), shuffle=st.booleans())
-def test_cutting_at_the_indices_and_cutting_loaded_batches_give_each_rank_the_same(samples, size, count, shuffle):
+def test_cutting_indices_and_cutting_loaded_batches_give_ranks_the_same(samples, size, count, shuffle):
     loader = DataLoader(Numbers(samples), batch_size=size, shuffle=shuffle)
     loaded = [pieces.batch for pieces in dealt(loader, 1, seed=0).pieces[0]]
     found = dealt(loader, count, seed=0)
@@ -144,7 +144,7 @@ def test_a_loader_that_a_distributed_sampler_cuts_is_not_cut_again(samples):
 
 
 @pytest.mark.parametrize("is_said", [False, True])
-def test_a_global_batch_of_a_loader_that_gives_each_rank_its_part_is_refused_with_two_ways_out(is_said):
+def test_a_global_split_of_a_sharded_loader_is_refused_with_two_ways_out(is_said):
     data, options = Numbers(24), {"already_sharded": True} if is_said else {}
     sampler = DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
     cut, own = DataLoader(data, batch_size=4, sampler=sampler), DataLoader(data, batch_size=4)

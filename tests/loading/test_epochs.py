@@ -44,7 +44,7 @@ def test_a_bar_begins_one_epoch_though_it_asks_for_two_iterators(bar):
     assert list(bar(once, file=io.StringIO())) == [1, 2, 3]
 
 
-def test_loops_that_began_together_are_epochs_in_the_order_of_their_first_batches():
+def test_loops_begun_together_count_as_epochs_by_their_first_batches():
     loader = DeviceLoader(shuffled())
     first, unused, second = iter(loader), iter(loader), iter(loader)
     both = [(a.tolist(), b.tolist()) for a, b in zip(second, first, strict=True)]
@@ -55,7 +55,7 @@ def test_loops_that_began_together_are_epochs_in_the_order_of_their_first_batche
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
-def test_the_ranks_of_two_loaders_over_one_dataloader_take_every_sample_of_each_epoch(mode):
+def test_two_loaders_over_one_dataloader_each_take_every_sample_per_epoch(mode):
     source = shuffled()
 
     def body() -> list[list[int]]:
@@ -87,7 +87,7 @@ def merged(each_ranks: list[list[int]]) -> list[int]:
     return [sample for round_ in zip(*pairs, strict=True) for pair in round_ for sample in pair]
 
 
-def test_each_call_of_a_data_parallel_is_the_next_epoch_of_the_loader_it_is_given():
+def test_each_data_parallel_call_is_the_next_epoch_of_its_loader():
     replicas, others = (DataParallel(nn.Identity(), devices(2)) for _ in range(2))
     train, evaluation = shuffled(), shuffled()
     calls = [(replicas, train), (replicas, train), (replicas, evaluation), (replicas, train), (others, train)]
@@ -157,7 +157,7 @@ def test_a_sampler_that_threads_share_is_told_the_epoch_of_each_loop(mode):
 
 
 @pytest.mark.parametrize("is_within", [False, True], ids=["a sampler", "within a batch sampler"])
-def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins(is_within):
+def test_a_sampler_is_told_its_loops_epoch_whenever_one_begins(is_within):
     sampler = Persistent()
     batches = {"batch_sampler": BatchSampler(sampler, 2, False)} if is_within else {"sampler": sampler, "batch_size": 2}
     source = DataLoader(Numbers(COUNT), **batches)
@@ -169,7 +169,7 @@ def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins(i
     assert found == [[epoch] * 4 for epoch in (0, 1, 0, 2, 1)]
 
 
-def test_an_epoch_that_is_set_on_the_sampler_is_that_of_the_loop_or_is_advised(caplog: pytest.LogCaptureFixture):
+def test_an_epoch_set_on_the_sampler_matches_the_loop_or_is_warned_about(caplog: pytest.LogCaptureFixture):
     data = Numbers(COUNT)
     loader = DeviceLoader(DataLoader(data, batch_size=2, sampler=(sampler := DistributedSampler(data, 1, 0))))
     other = DeviceLoader(DataLoader(data, batch_size=2, sampler=sampler))
@@ -228,7 +228,7 @@ def test_a_loader_made_again_for_each_epoch_is_told_of_once(told, make):
     assert "set_epoch" in words
 
 
-def test_a_loader_that_is_read_by_several_without_repetition_is_not_told_of(told):
+def test_a_loader_read_by_several_without_repetition_draws_no_warning(told):
     training, evaluated, reseeded, jumping, resumed = (shuffled() for _ in range(5))
     train, validation, other = DeviceLoader(training), DeviceLoader(training), DeviceLoader(evaluated)
     state = DeviceLoader(resumed).state_dict()

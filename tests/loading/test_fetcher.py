@@ -76,7 +76,7 @@ BROKEN: dict[str, tuple[Callable[..., DataLoader], str, str]] = {
 
 @pytest.mark.parametrize("where", BROKEN)
 @pytest.mark.parametrize(("num_workers", "count"), [(0, 1), (1, 2), (2, 1), (0, 2)])
-def test_an_error_comes_in_its_own_type_with_its_place_behind_the_rounds_before_it(where, num_workers, count):
+def test_an_error_keeps_its_type_and_place_and_follows_the_earlier_rounds(where, num_workers, count):
     make, note, line = BROKEN[where]
     devices = [f"cpu:{index}" for index in range(count)]
     with ParallelLoader(make(num_workers=num_workers), devices) as parallel:
@@ -128,7 +128,7 @@ class Dropping(Picky):
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
-def test_a_dataset_that_returns_fewer_samples_than_asked_for_is_told_to_drop_them_in_a_collate_fn(mode: Any) -> None:
+def test_a_dataset_returning_too_few_samples_is_told_to_use_a_collate_fn(mode: Any) -> None:
     def body() -> list[int]:
         with pytest.raises(ValueError, match=r"__getitems__ returned \d samples for \d indices .*in a collate_fn"):
             list(DeviceLoader(DataLoader(Dropping(12, [5, 7]), 4), split="global"))
@@ -177,7 +177,7 @@ def test_rows_of_plain_tensors_are_those_that_torch_gives():
             assert all(map(torch.equal, mine, torchs))
 
 
-def test_a_loader_that_collates_by_its_own_method_is_garbage_when_it_is_dropped():
+def test_a_dropped_loader_with_its_own_collate_method_is_freed():
     class Own(DataLoader):
         def __init__(self, dataset: Dataset) -> None:
             super().__init__(dataset, batch_size=2, collate_fn=self.collate)
@@ -270,7 +270,7 @@ def test_what_is_skipped_is_behind_the_state_once_a_later_batch_has_come() -> No
     assert loader.state_dict()["offset"] == 12
 
 
-def test_a_skipped_batch_does_not_end_an_accumulation_and_a_skipped_last_one_does() -> None:
+def test_skipping_a_batch_ends_an_accumulation_only_if_it_was_the_last() -> None:
     for bad, steps in ([5], 2), ([19], 2), ([0, 19], 2), ([0, 5, 9], 1):
         accelerator, model = Accelerator(gradient_accumulation_steps=2), nn.Linear(1, 1)
         model, optimizer, loader = accelerator.prepare(

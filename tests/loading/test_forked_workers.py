@@ -106,7 +106,7 @@ def test_a_worker_that_is_stuck_is_forked_again(monkeypatch, is_log):
     assert int(stdout.forked) >= 4
 
 
-def test_a_worker_that_is_ended_just_when_it_begins_holds_no_lock_that_the_next_one_needs(monkeypatch):
+def test_a_worker_killed_at_its_start_holds_no_lock_the_next_one_needs(monkeypatch):
     kill = Popen.kill
 
     def kill_when_it_waits(popen):  # for its parent; without that, for samples, with the lock of their queue
@@ -149,7 +149,7 @@ def test_a_worker_loads_before_its_parent_has_awaited_any(monkeypatch):
     assert [int(each) for each in DeviceLoader(DataLoader(Telling(4), num_workers=2))] == [0, 1, 2, 3]
 
 
-def test_workers_are_forked_from_a_process_with_more_than_a_thousand_open_files():
+def test_workers_are_forked_despite_more_than_a_thousand_open_files():
     with many_open_files():
         assert sorted(one_pass()) == list(range(COUNT))
 

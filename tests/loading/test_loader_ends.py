@@ -78,7 +78,7 @@ BROKEN = {
 @pytest.mark.parametrize(
     "where", ["transfer", *(pytest.param(each, marks=pytest.mark.any_family) for each in BROKEN if each != "transfer")]
 )
-def test_an_error_reaches_every_device_in_its_own_type_after_the_rounds_before_it(where, count):
+def test_an_error_reaches_every_device_in_its_type_after_earlier_rounds(where, count):
     reading = f"in round {10 // count} of the loader"
     place = f"while a batch was moved to {FAMILY}:" if where == "transfer" else reading
     with ParallelLoader(BROKEN[where](), devices(count)) as parallel:
@@ -254,7 +254,7 @@ def test_only_the_last_batch_is_the_last_and_nothing_is_lost_by_asking(mode, nam
         assert [first for _, first, _ in asked] == [number == len(sizes) for number in range(1, len(sizes) + 1)]
 
 
-def test_the_state_is_behind_what_the_loop_received_not_behind_what_was_asked_for():
+def test_the_state_is_after_what_was_received_not_what_was_asked_for():
     loader = DeviceLoader(DataLoader(torch.arange(8), batch_size=2))
     iterator = iter(loader)
     next(iterator)
@@ -274,7 +274,7 @@ def test_an_error_of_the_source_comes_where_the_loop_comes_to_it():
         next(iterator)
 
 
-def test_a_delivered_batch_asks_its_loop_whether_it_is_the_last_and_does_not_keep_it():
+def test_a_batch_asks_its_loop_whether_it_is_last_without_keeping_it_alive():
     loader = DeviceLoader([torch.arange(2)] * 2)
     iterator = iter(loader)
     [batch] = current_world().state.deliveries.find(next(iterator))

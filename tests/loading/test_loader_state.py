@@ -112,7 +112,7 @@ def test_epochs_advance_by_themselves_and_jump_when_told():
     assert loader.epoch == 41
 
 
-def test_the_state_of_an_outer_loop_is_its_own_and_what_counts_is_that_of_the_loop_that_goes_on():
+def test_an_outer_loop_has_its_own_state_and_counts_follow_the_active_loop():
     loader = DeviceLoader(DataLoader(Numbers(5), batch_size=3))
     seen = []
     for _ in (outer := iter(loader)):
@@ -179,7 +179,7 @@ def test_what_is_no_state_or_lacks_something_is_refused(state, words):
         DeviceLoader(shuffled(), seed=5).load_state_dict(state)
 
 
-def test_a_state_that_does_not_tell_the_batches_is_refused_where_they_must_be_read():
+def test_a_state_without_its_batch_count_is_refused_if_batches_are_needed():
     loader = DeviceLoader(list(torch.arange(9).split(2)))
     with pytest.raises(StateError, match="lacks the number of batches: it was saved by another kind of loader"):
         loader.load_state_dict({"version": 1, "epoch": 0, "seed": 0, "length": None, "offset": 2})

@@ -92,7 +92,7 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(("harm", "words"), [(kill, "DataLoader worker"), (fail, "five")])
-def test_persistent_workers_serve_the_next_pass_though_one_died_or_an_error_is_kept(harm, words):
+def test_persistent_workers_serve_the_next_pass_after_a_death_or_an_error(harm, words):
     dataset = Dangerous(harm)
     loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
     gc.disable()
@@ -125,7 +125,7 @@ def test_a_worker_init_fn_that_fails_is_told_of(make):
 
 
 @WORKERS
-def test_an_error_that_was_handled_holds_the_dataset_and_its_workers_no_longer(num_workers):
+def test_a_handled_error_no_longer_holds_the_dataset_or_its_workers(num_workers):
     dataset = Failing(40, 21, two_facts)
     gone = weakref.ref(dataset)
     gc.disable()
@@ -156,7 +156,7 @@ def change_count(worker: int) -> None:
 
 
 @pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)])
-def test_a_worker_sees_the_users_dataset_and_its_worker_init_fn_may_change_it(context, num_workers):
+def test_a_worker_sees_the_users_dataset_and_worker_init_fn_can_change_it(context, num_workers):
     loader = DataLoader(
         Informed(4),
         num_workers=num_workers,
@@ -190,7 +190,7 @@ class Epochal(Numbers):
         return index + 100 * self.epoch, os.getpid()
 
 
-def test_persistent_workers_serve_epoch_after_epoch_and_an_early_end_begins_with_new_ones():
+def test_persistent_workers_serve_each_epoch_but_are_new_after_a_break():
     loader = DeviceLoader(DataLoader(Epochal(12), num_workers=2, persistent_workers=True, collate_fn=list))
 
     def load() -> tuple[list[int], set[int]]:

@@ -195,7 +195,7 @@ def test_a_wait_for_another_rank_counts_as_one_for_peers():
 
 
 @given(sizes=some_sizes, ahead=st.integers(1, 4), is_fixed=st.booleans())
-def test_drop_and_a_fixed_size_end_before_the_first_round_that_is_incomplete(sizes, ahead, is_fixed):
+def test_drop_and_a_fixed_size_end_before_the_first_incomplete_round(sizes, ahead, is_fixed):
     ranks = Ranks(numbered(sizes), ahead, tail="split" if is_fixed else "drop", fixed_batch_size=is_fixed)
     assert [len(each) for each in ranks.drain()] == [min(map(len, sizes))] * len(sizes)
 

@@ -69,7 +69,7 @@ def shuffled(generator: torch.Generator | None = None) -> DataLoader:
 
 @pytest.mark.parametrize("kind", GENERATED)
 @pytest.mark.parametrize("own", [None, 5], ids=["without a generator", "with one"])
-def test_a_sampler_gives_the_order_that_it_gives_itself_by_a_generator_seeded_so(kind, own):
+def test_a_sampler_gives_the_order_of_a_generator_with_the_same_seed(kind, own):
     sampler = GENERATED[kind](torch.Generator().manual_seed(own) if own else None)
     for epoch in range(3):
         generator = torch.Generator().manual_seed(seed_of(9, epoch))
@@ -79,7 +79,7 @@ def test_a_sampler_gives_the_order_that_it_gives_itself_by_a_generator_seeded_so
 
 @pytest.mark.parametrize("kind", GLOBAL)
 @pytest.mark.parametrize("sampler", [Own, Sized])
-def test_a_sampler_that_draws_from_the_process_is_a_function_of_seed_and_epoch_too(kind, sampler):
+def test_a_sampler_using_global_generators_depends_on_seed_and_epoch_only(kind, sampler):
     first = orders(loader_of(sampler(GLOBAL[kind])), 3, seed=7)
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     assert orders(loader_of(sampler(GLOBAL[kind])), 3, seed=7) == first

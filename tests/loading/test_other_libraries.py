@@ -72,7 +72,7 @@ def test_what_has_no_nodesplitter_is_cut_by_loader_workers(urls):
 
 
 @pytest.mark.parametrize(("seed", "is_refused"), [(None, True), (1, False)])
-def test_a_shuffle_of_ones_own_in_loader_workers_resumes_with_a_fixed_seed_only(urls, seed, is_refused):
+def test_a_custom_shuffle_in_workers_resumes_only_with_a_fixed_seed(urls, seed, is_refused):
     def loader() -> DeviceLoader:
         dataset = webdataset.WebDataset(urls, shardshuffle=False).shuffle(10, seed=seed).map(label)
         return DeviceLoader(DataLoader(dataset, 4, num_workers=2))
@@ -181,7 +181,7 @@ def test_ranks_with_other_seeds_have_each_sample_once(mode, dataset, shuffle):
 @pytest.mark.parametrize("dataset", [range(COUNT), Stream(COUNT)])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [4, 3])
-def test_a_state_is_resumed_with_another_batch_size_and_in_the_same_process(dataset, workers, size):
+def test_a_state_resumes_with_another_batch_size_and_in_the_same_process(dataset, workers, size):
     loader = loader_of(dataset, workers)
     iterator = iter(loader)
     first = [*next(iterator).tolist(), *next(iterator).tolist()]

@@ -33,7 +33,7 @@ class Drawing:
 
 
 @pytest.mark.parametrize("own", [None, torch.Generator().manual_seed(3)], ids=["without a generator", "with one"])
-def test_the_generator_of_a_sampler_of_ones_own_is_that_of_the_epoch_and_its_own_stays(own):
+def test_a_custom_sampler_draws_from_the_epochs_generator_not_its_own(own):
     state = own.get_state() if own else None
     loader = DataLoader(Numbers(COUNT), batch_sampler=Drawing(own))
     found = orders(loader, 2, seed=4)
@@ -74,7 +74,7 @@ def test_a_batch_sampler_of_ones_own_is_followed_whatever_its_batches_are(kind, 
 
 @pytest.mark.parametrize("sampler", [Own, Sized], ids=["without length", "with length"])
 @pytest.mark.parametrize("is_random", [False, True])
-def test_an_endless_sampler_makes_an_endless_epoch_and_the_same_on_every_rank(sampler, is_random):
+def test_an_endless_sampler_makes_the_same_endless_epoch_on_every_rank(sampler, is_random):
     def endless() -> Iterator[int]:
         order = torch.randperm(COUNT).tolist() if is_random else list(range(COUNT))
         return itertools.cycle(order)
@@ -96,7 +96,7 @@ def test_a_sampler_that_gives_more_than_its_length_or_less_is_followed():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sampler_that_raises_leaves_the_generators_and_the_epoch_as_they_were(num_workers):
+def test_a_sampler_that_raises_leaves_generators_and_epoch_unchanged(num_workers):
     def broken() -> Iterator[int]:
         torch.rand(3)
         yield 0

@@ -69,7 +69,7 @@ def test_a_batch_may_be_anything(batch, count):
     assert rounds_of([batch] * 3, 2) == [[(batch, None)] * 2, [(batch, None), (batch, 0)]]
 
 
-def test_a_tail_that_cannot_be_cut_with_certainty_is_taken_whole_by_one_and_only_repeated_by_the_others():
+def test_an_uncuttable_tail_goes_whole_to_one_device_and_others_repeat_it():
     boxes = (torch.arange(2), [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.ones(2, 4)}])
     assert [[samples for _, samples in lane] for lane in rounds_of([boxes], 3)] == [[2], [0], [0]]
     assert all(lane[0][0] is boxes for lane in rounds_of([boxes], 3))
@@ -108,7 +108,7 @@ def test_the_length_is_the_number_of_rounds():
         assert len(list(parallel.per_device_loader("cpu:0"))) == len(parallel)
 
 
-def test_a_loader_without_length_has_none_but_is_iterated_and_kept_alive_by_its_iterator():
+def test_a_loader_without_length_is_iterated_and_lives_with_its_iterator():
     parallel = ParallelLoader(iter(range(50)), ["cpu"])
     iterator = parallel.per_device_loader("cpu")
     for each in (parallel, iterator, DeviceLoader(iter([]))):
@@ -123,7 +123,7 @@ def epoch_of(batches: list[list[torch.Tensor]]) -> list[int]:
     return torch.cat([batch for round_ in zip(*batches, strict=True) for batch in round_]).tolist()
 
 
-def test_the_passes_of_one_parallel_loader_are_the_epochs_of_one_device_loader():
+def test_passes_of_a_parallel_loader_are_the_epochs_of_a_device_loader():
     def source() -> DataLoader:
         return DataLoader(Numbers(20), batch_size=2, shuffle=True)
 

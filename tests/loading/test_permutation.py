@@ -87,7 +87,7 @@ def test_pairs_of_neighbours_fall_into_all_cells_equally(length):
     assert counts.keys() == {(first, second) for first in range(10) for second in range(10)}
 
 
-def test_an_epoch_of_ten_thousand_millions_continues_on_other_ranks_in_constant_memory():
+def test_an_epoch_of_ten_billion_resumes_on_other_ranks_in_constant_memory():
     def load(loader: DeviceLoader, state: dict, batches: int) -> list[list[int]]:
         loader.load_state_dict(state)
         return [batch.tolist() for batch in islice(loader, batches)]

@@ -149,7 +149,7 @@ def test_a_batch_that_was_delivered_is_the_loops_alone():
                 gc.enable()
 
 
-def test_where_nothing_has_to_be_moved_there_is_no_transfer_and_the_reader_hands_over():
+def test_with_nothing_to_move_the_reader_hands_over_without_a_transfer():
     threads = set()
 
     class Here(CpuBackend):
@@ -164,7 +164,7 @@ def test_where_nothing_has_to_be_moved_there_is_no_transfer_and_the_reader_hands
     assert threads == {"unisono-reader"}
 
 
-def test_an_interrupt_while_the_threads_start_leaves_none_and_nothing_to_complain_of():
+def test_an_interrupt_while_threads_start_leaves_no_thread_or_complaint():
     at, is_reached = 0, True
     while is_reached:
         pipeline = Pipeline(2)
@@ -177,7 +177,7 @@ def test_an_interrupt_while_the_threads_start_leaves_none_and_nothing_to_complai
     assert at > 10
 
 
-def test_an_iterator_that_an_interrupt_left_half_made_is_dropped_in_silence(monkeypatch):
+def test_an_iterator_left_half_made_by_an_interrupt_is_dropped_silently(monkeypatch):
     raised: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
     iterator = DeviceIterator.__new__(DeviceIterator)

@@ -167,7 +167,7 @@ def test_a_plain_scripts_bars_are_tqdms_own_on_a_terminal(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("start", "mark"), [(PLAIN, ""), (THREADS, ""), (SPAWN, "[rank 0] "), (MARKED, "[rank 0] ")], ids=repr
 )
-def test_a_log_has_a_line_for_each_bar_of_rank_zero_that_stays_and_no_other(
+def test_a_log_gets_one_line_per_lasting_bar_of_rank_zero_and_no_other(
     start: str | list[str], mark: str, tmp_path: Path
 ) -> None:
     lines = in_log(tmp_path, start)
@@ -249,7 +249,7 @@ def train(directory: Path) -> None:
             accelerator.log({"loss": loss.item()})
 
 
-def test_a_bar_over_a_loader_shows_what_the_run_is_doing_and_which_rank_it_waits_for(tmp_path: Path) -> None:
+def test_a_loader_bar_shows_what_the_run_does_and_which_rank_it_waits_for(tmp_path: Path) -> None:
     with by_value(train):
         unisono.spawn(lambda _: train(tmp_path), nprocs=2, backend="cpu", output=unisono.Output(tmp_path / "logs"))
     *lines, last = (tmp_path / "bar-0").read_text().splitlines()
@@ -263,7 +263,7 @@ def test_a_bar_over_a_loader_shows_what_the_run_is_doing_and_which_rank_it_waits
 
 
 @pytest.mark.parametrize(("columns", "live", "figures"), [(90, None, {1, 2}), (200, None, {3}), (200, False, {0})])
-def test_a_bar_shows_the_figures_for_which_there_is_room_unless_they_are_off(
+def test_a_bar_shows_the_figures_that_fit_unless_they_are_turned_off(
     columns: int, live: bool | None, figures: set[int], written: Callable[[], str]
 ) -> None:
     terminal.set_columns(columns)

@@ -95,7 +95,7 @@ def test_a_tail_that_is_dropped_is_less_than_a_round_after_a_resume_too(samples,
 
 @pytest.mark.parametrize("make", [shuffled, lambda: list(torch.arange(SAMPLES).split(2))], ids=["dataset", "iterable"])
 @pytest.mark.parametrize("before", [0, 3], ids=["new", "resumed"])
-def test_a_loop_whose_threads_could_not_be_started_has_drawn_nothing_and_is_tried_again(monkeypatch, make, before):
+def test_a_loop_whose_threads_fail_to_start_draws_nothing_and_can_retry(monkeypatch, make, before):
     whole = DeviceLoader(make(), seed=5)
     first = take(whole, before)
     state, rest = whole.state_dict(), take(resumed([DeviceLoader(make(), seed=5)], whole.state_dict())[0])
@@ -132,7 +132,7 @@ def test_a_parallel_loader_goes_on_with_another_number_of_devices(before, after)
         assert take_rounds(third, after) == order(SAMPLES, 5, 1)
 
 
-def test_a_parallel_loader_stands_behind_the_last_round_of_which_every_device_has_its_batch():
+def test_a_parallel_loaders_state_follows_the_last_round_all_devices_have():
     with ParallelLoader(shuffled(), devices(2), seed=5) as parallel:
         one, other = (parallel.per_device_loader(device) for device in devices(2))
         offsets = [parallel.state_dict()["offset"]]

@@ -35,7 +35,7 @@ def interleaved(each_ranks: list[list[Any]]) -> list[int]:
     return [sample for row in zip(*own, strict=True) for sample in row]
 
 
-def test_a_loader_that_cuts_itself_goes_on_with_a_number_of_ranks_that_divides_only():
+def test_a_loader_that_cuts_itself_resumes_only_on_a_dividing_rank_count():
     whole = interleaved([take(loader) for loader in distributed(2)])
     assert sorted(whole) == list(range(24))
     for count in (1, 2, 4, 8, 3):

@@ -9,7 +9,7 @@ from unisono import SampleGenerator
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_each_loop_gives_the_very_object_that_many_times_also_within_another(count):
+def test_each_loop_yields_the_same_object_count_times_even_when_nested(count):
     data = (torch.zeros(2), "label")
     generator = SampleGenerator(data, count)
     assert len(generator) == count

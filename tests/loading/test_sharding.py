@@ -40,7 +40,7 @@ def test_a_round_is_dealt_contiguously_and_each_sample_once(case):
 
 
 @given(short_rounds())
-def test_the_ranks_that_share_a_batch_share_it_evenly_and_earlier_ones_have_more(case):
+def test_ranks_sharing_a_batch_split_it_evenly_and_earlier_ones_get_more(case):
     sizes, count = case
     for batch, shared in itertools.groupby(deal([*map(Size, sizes)], count), key=lambda part: part.batch):
         taken = [part.samples for part in shared]

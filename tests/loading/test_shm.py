@@ -113,7 +113,7 @@ def test_where_the_batches_do_not_fit_the_error_says_so(stories, made):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ["one by one", "one by one, by a collate_fn of one's own"])
-def test_where_those_on_their_way_fit_those_that_wait_for_the_loop_are_taken_out(stories, made):
+def test_batches_waiting_for_the_loop_leave_dev_shm_if_those_in_flight_fit(stories, made):
     assert stories[made] == [list(range(40)), []]
 
 
@@ -164,7 +164,7 @@ print(spawn(load, nprocs=2, backend="cpu"))
 
 
 @pytest.mark.slow
-def test_where_it_cannot_be_written_the_error_says_what_helps_and_that_helps(tmp_path):
+def test_an_unwritable_dev_shm_is_an_error_with_advice_that_works(tmp_path):
     advice = f"mount -o remount,rw {PLACE}"
     (script := tmp_path / "script.py").write_text(READ_ONLY.replace("ADVICE", repr(advice)))
     mount = f"mount -t tmpfs -o ro none {PLACE}"

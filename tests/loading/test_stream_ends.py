@@ -59,7 +59,7 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("mode", [THREADS_2, THREADS_3, PROCESSES_2], ids=str)
-def test_steps_over_uneven_parts_are_those_of_one_device_with_the_whole_rounds(mode):
+def test_steps_over_uneven_parts_match_one_device_with_the_whole_rounds(mode):
     count = 4 * mode.ranks + 1
 
     def body() -> tuple[list[list[int]], dict[str, torch.Tensor]]:
@@ -108,7 +108,7 @@ class Failing(Stream):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_an_error_of_the_dataset_comes_in_its_own_type_behind_the_batches_before_it(workers):
+def test_a_datasets_error_keeps_its_type_and_follows_the_batches_before_it(workers):
     got = []
     with pytest.raises(CodedError) as caught:
         for batch in DeviceLoader(loader_of(Failing(), workers)):

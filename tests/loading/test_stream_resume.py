@@ -135,7 +135,7 @@ def test_shards_that_began_uncut_go_on_so():
 
 
 @pytest.mark.parametrize(("dataset", "first"), [(Stateful, 9), (Stream, 0)])
-def test_a_dataset_with_a_state_is_not_read_again_and_one_without_is_and_says_so(caplog, dataset, first):
+def test_only_a_dataset_without_state_is_read_again_on_resume_and_says_so(caplog, dataset, first):
     resumed = dataset()
     loader = DeviceLoader(loader_of(resumed))
     loader.load_state_dict(loop(DeviceLoader(loader_of(dataset())), 3).state)
@@ -228,7 +228,7 @@ CUTS = {
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 @stand_ins()
-def test_what_was_delivered_in_another_order_is_refused_whoever_cuts_the_stream(mode, cut):
+def test_resuming_in_another_order_is_refused_whoever_cuts_the_stream(mode, cut):
     make, options = CUTS[cut]
     (whole,) = zip(*passes(mode, lambda: make(1), None, **options), strict=True)
     first = passes(mode, lambda: make(1), 3, **options)
@@ -289,7 +289,7 @@ def test_parts_that_a_dataset_has_cut_are_carried_on_by_any_numbers(dataset, pla
 
 
 @stand_ins()
-def test_the_epoch_after_a_resume_elsewhere_is_cut_for_the_ranks_that_are_here():
+def test_the_epoch_after_a_resume_elsewhere_is_cut_for_the_current_ranks():
     state = passes(THREADS_2, Sharded, 2, workers=2)[0][0].state
     found = passes(THREADS_3, Sharded, None, None, workers=1, state=state)
     assert found[1][1].batches == [[1, 4], [7, 10], [13, 16]] or all_of(found, 1) == list(range(COUNT))

@@ -99,7 +99,7 @@ def test_streams_that_differ_wherever_they_do_are_refused(dataset, mode, workers
 
 
 @stand_ins()
-def test_what_is_refused_in_the_loops_process_is_shuffled_alike_in_loader_workers():
+def test_a_shuffle_refused_in_the_loops_process_works_in_loader_workers():
     for workers in (1, 2):
         assert all_of(passes(THREADS_2, Fractions, None, workers=workers)) == list(range(COUNT))
 
@@ -140,9 +140,7 @@ class Shuffled(Stream):
 @pytest.mark.parametrize("cuts_itself", [False, True])
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 @stand_ins()
-def test_a_shuffle_with_global_generators_is_the_same_in_all_workers_and_another_in_each_epoch(
-    mode, cuts_itself, which
-):
+def test_a_global_shuffle_is_the_same_in_all_workers_and_new_each_epoch(mode, cuts_itself, which):
     found = passes(mode, lambda: Shuffled(which, cuts_itself), None, None, workers=2)
     for place in (0, 1):
         assert sorted(sample // 1000 for each in found for sample in each[place].counted) == list(range(COUNT))

@@ -293,7 +293,7 @@ def test_so_do_processes_whatever_makes_their_streams_differ():
 @pytest.mark.parametrize("count", [2, 3, 7, COUNT])
 @pytest.mark.parametrize("size", [1, 2, 32])
 @stand_ins()
-def test_several_ranks_refuse_what_loader_workers_choose_by_their_number_alone(count, size):
+def test_several_ranks_refuse_streams_chosen_by_worker_number_alone(count, size):
     errors = refused(THREADS_2, lambda: ById(count), None, workers=2, size=size)
     assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
     assert all("read different streams" in str(error) for error in errors)

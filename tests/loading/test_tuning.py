@@ -138,7 +138,7 @@ def settled(cost: float, step: float, cores: int = 1000, useful: int = 1000, beg
     ("cost", "step", "number"),
     [(0.1, 10, 0), (0.1, 1, 0), (40, 10, 4), (45, 10, 5), (95, 100, 1), (160, 10, 16), (500, 10, 49), (30, 0.4, 74)],
 )
-def test_the_fewest_workers_are_found_whose_loop_waits_for_2_percent_at_most(cost, step, number):
+def test_the_fewest_workers_are_found_that_keep_waiting_within_2_percent(cost, step, number):
     assert settled(cost, step).wanted == number
     assert settled(cost, step, begin=20).wanted in (number, max(number, 1))
 

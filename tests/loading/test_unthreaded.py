@@ -36,7 +36,7 @@ class Stream(IterableDataset):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"tail": "drop"}, {"tail": "pad"}, {"split": "global"}])
-def test_the_batches_the_epochs_and_the_states_are_those_of_a_loader_that_reads_ahead(num_workers, options):
+def test_unthreaded_batches_epochs_and_states_equal_those_read_ahead(num_workers, options):
     def passes(size: int):
         source = DataLoader(Numbers(11), batch_size=3, shuffle=True, num_workers=num_workers)
         loader = DeviceLoader(source, prefetch=size, **options)
@@ -84,7 +84,7 @@ def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own)
         ([(900_000, None), (900_000, 500_000), (50_000, 500_000), (900_000, 500_000)], False),
     ],
 )
-def test_the_reader_takes_over_where_batches_and_steps_cost_more_than_a_thread(costs, expected):
+def test_the_reader_takes_over_when_batches_and_steps_outweigh_a_thread(costs, expected):
     loop = reading.Unthreaded(None, iter(()))
     assert [loop._is_slow(*each) for each in costs][-1] is expected
 

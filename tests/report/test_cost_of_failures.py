@@ -99,7 +99,7 @@ def facts_of(found: Restart) -> tuple[Any, ...]:
     return found.what, found.ranks, found.step, found.continued, found.repeated
 
 
-def test_the_record_has_the_steps_to_the_last_one_of_a_group_whose_rank_was_killed(run: Run) -> None:
+def test_the_record_reaches_the_last_step_of_a_group_with_a_killed_rank(run: Run) -> None:
     (found,) = run.restarts.all
     assert facts_of(found) == (KILLED, (2, 2), DIED, SAVED, DIED - SAVED)
     assert run.restarts.repeated == DIED - SAVED
@@ -181,7 +181,7 @@ def test_a_run_without_a_restart_shows_nothing_of_it(tmp_path: Path, capsys) -> 
         assert not any(words in text for words in ("restart(", "steps repeated", "made progress"))
 
 
-def test_a_failure_before_the_first_step_repeats_none_and_the_steps_count_once(tmp_path: Path) -> None:
+def test_a_failure_before_the_first_step_repeats_none_and_steps_count_once(tmp_path: Path) -> None:
     found = run_of(tmp_path, fails_before=True)
     first, second = found.restarts.all
     assert facts_of(first) == (KILLED, (2, 2), DIED, None, 0)
@@ -245,7 +245,7 @@ train(Path(directory), lambda accelerator: None, after)
 @pytest.mark.parametrize(
     ("sizes", "what"), [((2, 1), r"node 1 .*|the agents .*"), ((1, 2), "another machine has joined")], ids=str
 )
-def test_a_run_that_continues_on_another_number_of_machines_says_with_how_many_ranks(
+def test_a_run_continued_on_other_machines_says_with_how_many_ranks(
     tmp_path: Path, sizes: tuple[int, int], what: str
 ) -> None:
     (tmp_path / "changing.py").write_text(CHANGING)
@@ -280,7 +280,7 @@ def test_a_run_that_continues_on_another_number_of_machines_says_with_how_many_r
     assert found.restarts.summary in errors
 
 
-def test_steps_of_a_loop_by_hand_count_from_what_its_checkpointer_has_loaded(tmp_path: Path) -> None:
+def test_a_manual_loops_steps_count_from_what_its_checkpointer_loaded(tmp_path: Path) -> None:
     found = []
     for continues in (False, True):
         with use_world(solo_world()) as world:

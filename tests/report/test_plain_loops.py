@@ -206,7 +206,7 @@ def test_waiting_for_a_slow_rank_in_a_collective_is_reducing(tmp_path: Path, gro
     assert first.steps == second.steps == 4
 
 
-def test_waiting_for_a_slow_rank_in_ddps_backward_pass_is_reducing_in_shared_memory(tmp_path: Path) -> None:
+def test_in_shared_memory_waiting_in_ddps_backward_is_reducing(tmp_path: Path) -> None:
     def program() -> Passed:
         model, optimizer = parts(SlowModel if current_world().rank else torch.nn.Linear)
         parallel = DistributedDataParallel(model)
@@ -330,7 +330,7 @@ def test_a_loop_that_is_left_has_ended_and_one_within_it_returns_to_it(tmp_path:
     assert run(tmp_path, program) == [expected]
 
 
-def test_a_loop_that_turns_gradients_off_for_each_batch_is_evaluating_from_the_second_on(tmp_path: Path) -> None:
+def test_a_loop_without_gradients_counts_as_evaluating_from_batch_two(tmp_path: Path) -> None:
     def program() -> list[str | None]:
         model, optimizer = parts()
         track = current_world().timeline.loop()
@@ -450,9 +450,7 @@ def by_hand() -> None:
 
 
 @pytest.mark.parametrize("loop", [by_accelerator, by_hand])
-def test_a_loop_of_this_package_has_its_phases_and_the_scripts_backward_passes(
-    tmp_path: Path, loop: Callable[[], None]
-) -> None:
+def test_a_loop_of_this_package_has_the_scripts_backward_passes_too(tmp_path: Path, loop: Callable[[], None]) -> None:
     def program() -> tuple[list[str], dict[str, int], int]:
         timeline = current_world().timeline
         timeline.is_recorded = True

@@ -137,7 +137,7 @@ def test_the_end_of_a_rank_is_beside_it_in_the_page_and_short(run: Run) -> None:
     assert len({*map(len, table)}) == 1
 
 
-def test_the_page_and_json_begin_with_settings_versions_and_what_was_logged_last(run: Run) -> None:
+def test_page_and_json_begin_with_settings_versions_and_the_last_logged(run: Run) -> None:
     facts = page_data(run)["facts"]
     assert {"lr=0.1", "model.width=4", "project=run", f"torch {torch.__version__}"} <= {*facts}
     assert any(each.startswith(f"logged at step {STEPS - 1}: loss=") for each in facts)
@@ -162,7 +162,7 @@ LOGGED = [[0, 1, {"train_loss": 4.0}], [0, 2, {"train_loss": 3.0, "val/loss": 5.
 LOGGED += [[0, 4, {"test": 0.5, "text": "no number"}]]
 
 
-def test_top_draws_the_shares_of_the_time_shows_what_was_logged_last_and_no_empty_column(run: Run) -> None:
+def test_top_shows_time_shares_and_the_last_log_without_empty_columns(run: Run) -> None:
     lines = describe(run)
     assert "device MB" not in lines[2], "CPUs do not count it"
     (rank, *_) = run.ranks
@@ -363,7 +363,7 @@ def test_training_goes_on_where_the_record_cannot_be_written(tmp_path: Path, cap
     assert caplog.text.count("is incomplete from here on, the run continues") == 3
 
 
-def test_the_error_that_ended_a_rank_is_in_the_report_and_in_one_line_of_top(copied: Path, capsys) -> None:
+def test_a_ranks_final_error_is_in_the_report_and_in_one_line_of_top(copied: Path, capsys) -> None:
     with (copied / "rank-1.jsonl").open("a") as file:
         file.write(json.dumps({"end": "ValueError: of\nmany lines"}) + "\n")
     assert main(["report", str(copied)]) == main(["top", "--once", str(copied)]) == 0
@@ -372,7 +372,7 @@ def test_the_error_that_ended_a_rank_is_in_the_report_and_in_one_line_of_top(cop
     assert "  ValueError: of many lines  " in shown
 
 
-def test_a_directory_without_records_is_an_error_that_says_what_writes_them(tmp_path: Path, capsys) -> None:
+def test_a_directory_without_records_is_an_error_saying_what_writes_them(tmp_path: Path, capsys) -> None:
     assert main(["report", str(tmp_path)]) == main(["top", str(tmp_path)]) == 1
     assert "unisono run --log-dir" in capsys.readouterr().err
 
@@ -390,7 +390,7 @@ def test_what_helps_comes_before_the_cores_that_others_take(run: Run, tmp_path: 
     assert ("Other processes take 9" in verdict) is (busy == 1.0)
 
 
-def test_chosen_steps_of_chosen_ranks_are_profiled_and_merged_into_the_trace(tmp_path: Path) -> None:
+def test_chosen_steps_of_chosen_ranks_are_profiled_and_join_the_trace(tmp_path: Path) -> None:
     with by_value(train):
         spawn(lambda _: train(), nprocs=2, backend="cpu", output=Output(tmp_path, profile="10:13@1"))
     found = read_run(tmp_path)
@@ -412,7 +412,7 @@ def test_steps_that_are_none_are_refused(tmp_path: Path, profile: str) -> None:
         Output(profile="1:2")
 
 
-def test_top_knows_the_epoch_and_the_time_to_its_end_only_where_it_is_recorded(run: Run) -> None:
+def test_top_shows_the_epoch_and_time_left_only_if_recorded(run: Run) -> None:
     record, last = run.ranks[0], run.ranks[0].samples[-1]
 
     def going_on(*places: tuple[float, int, int, int | None] | None) -> Run:
@@ -473,7 +473,7 @@ def read_places(directory: Path) -> list[dict[str, int]]:
     return found
 
 
-def test_the_record_has_the_place_in_the_epoch_of_the_outermost_loop_that_trains(tmp_path: Path) -> None:
+def test_the_record_has_the_outermost_training_loops_place_in_the_epoch(tmp_path: Path) -> None:
     *passes, resumed = read_places(tmp_path)
     assert passes == [
         {"epoch": epoch, "batch": batch, "length": 6} for epoch in range(2) for batch in range(1, 7) for _ in range(2)

@@ -146,7 +146,7 @@ def test_all_that_ranks_exchange_for_a_step_and_a_mean_is_reducing(
     assert set(phases) == {REDUCE}
 
 
-def test_named_blocks_evaluation_logging_and_saving_are_no_part_of_the_loops_body(tmp_path: Path) -> None:
+def test_named_blocks_evaluation_logging_and_saving_are_not_the_loops_body(tmp_path: Path) -> None:
     with use_world(solo_world()):
         accelerator = Accelerator(project_dir=tmp_path)
         accelerator.init_trackers("run")
@@ -187,7 +187,7 @@ def test_named_blocks_evaluation_logging_and_saving_are_no_part_of_the_loops_bod
     assert {"augmentation", "blurring", "evaluate", "log", "save", "testing"} == set(report.named_phases)
 
 
-def test_the_longest_named_phase_is_in_the_verdict_and_representations_are_short() -> None:
+def test_the_verdict_names_the_longest_phase_and_representations_are_short() -> None:
     long, short = {"augmentation": 1.0, "save": 0.1}, {"save": 0.2}
     ranks = [a_rank(rank, (0, 0, 0)) for rank in range(2)]
     ranks = [replace(each, seconds=each.seconds | named) for each, named in zip(ranks, (long, short), strict=True)]
@@ -386,7 +386,7 @@ def test_repeated_samples_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("fonts")
-def test_the_picture_is_a_png_under_the_very_name_that_is_returned_and_is_not_empty(tmp_path: Path) -> None:
+def test_the_picture_is_a_nonempty_png_under_the_returned_name(tmp_path: Path) -> None:
     path = REPORT.save_picture([2.0, 1.0, 0.5], str(tmp_path / "new" / "picture.jpg"))
     assert path == tmp_path / "new" / "picture.jpg"
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -105,7 +105,7 @@ def one_step(track: Track, device: Device, fetch: int = 0) -> None:
         device.submitted += work
 
 
-def test_the_backward_pass_is_shown_as_computing_though_the_thread_waits_for_it_elsewhere(clock):
+def test_the_backward_pass_counts_as_computing_even_if_awaited_elsewhere(clock):
     timeline, device = Timeline(), Device()
     timeline.follow(device)
     for _ in range(3):

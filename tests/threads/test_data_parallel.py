@@ -40,7 +40,7 @@ def replica_threads() -> list[threading.Thread]:
 
 @pytest.mark.any_family
 @pytest.mark.parametrize("is_factory", [False, True])
-def test_a_modules_replicas_are_copies_with_its_weights_and_ties_and_itself_is_not_touched(is_factory):
+def test_replicas_copy_a_modules_weights_and_ties_and_leave_it_untouched(is_factory):
     module, made = network(), []
     module.tied = module.weight
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -121,7 +121,7 @@ def test_getattr_or_keeps_what_it_makes_and_makes_none_again():
     assert context.getattr_or("nothing", 7) == 7
 
 
-def test_the_callers_number_of_threads_is_kept_and_the_replicas_share_the_cores():
+def test_the_callers_thread_count_is_kept_and_replicas_share_the_cores():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -141,7 +141,7 @@ def test_the_callers_number_of_threads_is_kept_and_the_replicas_share_the_cores(
     ids=["no_grad", "inference_mode", "enable_grad", "autocast"],
 )
 @pytest.mark.parametrize("devices", [TWO, []], ids=str)
-def test_the_replicas_run_under_the_callers_grad_mode_and_autocast_for_the_call(mode, devices):
+def test_replicas_run_each_call_under_the_callers_grad_mode_and_autocast(mode, devices):
     if mode is torch.inference_mode and FAMILY == "xla":
         pytest.skip("torch_xla takes no view of a plain tensor, as Linear does, in inference mode")
     replicas = DataParallel(network(), devices)
@@ -161,7 +161,7 @@ def test_the_replicas_run_under_the_callers_grad_mode_and_autocast_for_the_call(
     assert replicas(look, []) == [plain] * max(1, len(devices))
 
 
-def test_the_replicas_see_the_callers_context_variables_and_change_their_own_copies():
+def test_replicas_see_the_callers_context_variables_and_change_only_copies():
     replicas, variable = DataParallel(network(), TWO), ContextVar("variable", default="unset")
     token = variable.set("mine")
     try:
@@ -217,7 +217,7 @@ def fill_one(model: nn.Module, device: torch.device, context: ReplicaContext) ->
 
 
 @pytest.mark.any_family
-def test_a_failure_that_lets_the_replicas_drift_apart_says_so_and_how_to_mend_it():
+def test_a_failure_that_lets_replicas_drift_apart_says_how_to_mend_it():
     replicas = DataParallel(network(), TWO)
     assert replicas.are_alike()
     with pytest.raises(KeyError) as caught:
@@ -231,7 +231,7 @@ def test_a_failure_that_lets_the_replicas_drift_apart_says_so_and_how_to_mend_it
     assert replicas.are_alike()
 
 
-def test_where_it_cannot_be_told_whether_they_are_alike_the_cause_is_raised_all_the_same():
+def test_the_cause_is_raised_even_if_replicas_cannot_be_compared():
     replicas = DataParallel(nn.LazyLinear(2), TWO)
     with pytest.raises(KeyError, match="mine") as caught:
         replicas.run_on_replicas(lambda *_: {}["mine"])
@@ -255,7 +255,7 @@ def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
 
 
 @pytest.mark.any_family
-def test_a_failing_replica_raises_in_the_caller_with_its_place_and_the_object_works_again():
+def test_a_replicas_failure_raises_with_its_place_and_leaves_all_usable():
     replicas = DataParallel(network(), TWO)
 
     def loop(model, loader, device, context):
@@ -272,7 +272,7 @@ def test_a_failing_replica_raises_in_the_caller_with_its_place_and_the_object_wo
 
 
 @pytest.mark.any_family
-def test_a_failing_replica_ends_the_loops_of_the_others_where_they_never_meet():
+def test_a_failing_replica_ends_the_others_loops_even_if_they_never_meet():
     replicas = DataParallel(network(), TWO)
     ended = []
 
@@ -412,7 +412,7 @@ def test_an_interrupt_of_the_caller_ends_loops_over_the_loader():
     assert replicas(lambda model, loader, *_: len(list(loader)), range(4)) == [2, 2]
 
 
-def test_an_interrupt_of_replicas_in_plain_python_ends_them_at_their_next_collective():
+def test_interrupted_replicas_in_plain_python_end_at_their_next_collective():
     is_broken, seen = threading.Event(), []
 
     def fn(model, device, context):
@@ -436,7 +436,7 @@ def test_an_interrupt_of_replicas_in_plain_python_ends_them_at_their_next_collec
     assert replicas.run_on_replicas(lambda *_: unisono.world_size()) == [2, 2]
 
 
-def test_a_second_interrupt_leaves_a_loop_that_does_not_end_and_the_object_says_so():
+def test_a_second_interrupt_leaves_an_endless_loop_and_the_object_says_so():
     replicas, gate, once = DataParallel(network(), TWO), threading.Event(), threading.Event()
 
     def stay(model, device, context):

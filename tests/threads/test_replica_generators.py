@@ -50,7 +50,7 @@ def drawn(draw: Callable[[], torch.Tensor], seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_whatever_is_random_draws_from_the_threads_own_generator_and_from_no_other(name):
+def test_everything_random_draws_only_from_the_threads_own_generator(name):
     draw, before = DRAWS[name], torch.get_rng_state()
     one, again, other = drawn(draw, 1), drawn(draw, 1), drawn(draw, 2)
     assert torch.equal(one, again)
@@ -146,7 +146,7 @@ def test_a_forked_process_draws_from_the_default_generator():
     assert float(found) == expected
 
 
-def test_a_thread_draws_from_its_own_in_the_first_call_that_it_makes_of_what_another_has_compiled():
+def test_a_thread_draws_its_own_numbers_in_code_another_thread_compiled():
     compiled = torch.compile(lambda inputs: F.dropout(torch.relu(inputs), 0.5), backend="aot_eager")
     before = torch.get_rng_state()
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
@@ -180,7 +180,7 @@ def trained(calls: int) -> tuple[list[torch.Tensor], list[list[float]]]:
 
 
 @pytest.mark.any_family
-def test_a_run_with_dropout_is_repeated_bit_by_bit_and_the_replicas_masks_differ():
+def test_a_dropout_run_repeats_bit_for_bit_with_masks_differing_by_replica():
     weights, masks = trained(3)
     for _ in range(5):
         again, masks_again = trained(3)

@@ -91,7 +91,7 @@ def test_an_outcome_whose_news_an_interrupt_loses_is_there_all_the_same(monkeypa
     assert raised == [KeyboardInterrupt]
 
 
-def test_wherever_an_interrupt_strikes_all_have_run_or_none_and_the_next_call_works():
+def test_after_any_interrupt_all_or_none_have_run_and_the_next_call_works():
     at, is_reached, partial_runs = 0, True, []
     threads = ReplicaThreads(2)
     while is_reached:

@@ -54,7 +54,7 @@ def test_every_device_is_one_by_name() -> None:
     assert Device.of("toy:3").torch_device == torch.device("toy", 3)
 
 
-def test_a_batch_is_whole_when_it_is_used_and_its_memory_is_not_given_out_before_its_use() -> None:
+def test_a_batch_is_whole_when_used_and_its_memory_is_not_reused_earlier() -> None:
     before = torch.toy.violations()
     found, expected = sums()
     assert found == expected
@@ -88,7 +88,7 @@ def test_batches_are_staged_in_page_locked_memory(family: AcceleratorBackend, mo
     assert sent == [True] * 3
 
 
-def test_whether_memory_is_page_locked_does_not_depend_on_the_default_device(family: AcceleratorBackend) -> None:
+def test_page_locking_does_not_depend_on_the_default_device(family: AcceleratorBackend) -> None:
     with torch.device("toy"):
         assert type(family)(family.name).pins_memory
 
@@ -120,7 +120,7 @@ def test_the_doctor_copies_between_all_devices_and_lets_all_reduce(monkeypatch: 
     assert "all_reduce by cpu:gloo,toy:toycl between 4 on toy" in words
 
 
-def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_threads_behind_it(
+def test_a_mark_is_reached_after_its_work_and_other_threads_wait_behind_it(
     family: AcceleratorBackend, device: torch.device
 ) -> None:
     own, side = torch.accelerator.current_stream(device), torch.Stream(device)
@@ -155,7 +155,7 @@ def test_a_clock_asks_and_does_not_wait(family: AcceleratorBackend, device: torc
     assert clock.elapsed_ns(first, second) > 0
 
 
-def test_tensors_for_other_processes_travel_by_main_memory_and_share_it_still(device: torch.device) -> None:
+def test_tensors_for_other_processes_go_by_main_memory_and_stay_shared(device: torch.device) -> None:
     whole = torch.arange(4.0, device=device)
     found, part = pickle.loads(dumps((whole, whole[2:])))
     assert found.device.type == part.device.type == "cpu"
@@ -163,7 +163,7 @@ def test_tensors_for_other_processes_travel_by_main_memory_and_share_it_still(de
     assert part.tolist() == [7, 3]
 
 
-def test_workers_have_a_device_each_and_a_group_for_it_after_the_parent_has_used_the_toy(device: torch.device) -> None:
+def test_workers_get_a_device_and_group_each_after_the_parent_used_the_toy(device: torch.device) -> None:
     torch.ones(1, device=device)
     assert torch.toy.is_initialized()
 

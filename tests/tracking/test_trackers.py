@@ -77,7 +77,7 @@ def test_rank_zero_alone_writes_and_the_same_calls_do_nothing_elsewhere(mode: Mo
     assert [each.name for each in (tmp_path / "digits").iterdir()] == ["metrics.jsonl"]
 
 
-def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp_path: Path) -> None:
+def test_numbers_texts_and_one_element_tensors_are_logged_as_plain_values(tmp_path: Path) -> None:
     own = Noting()
     accelerator = begun(tmp_path, own)
     values = {
@@ -115,7 +115,7 @@ def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp
     ],
     ids=["many", "dict", "key", "no mapping"],
 )
-def test_what_cannot_be_logged_is_refused_by_its_key_and_nothing_is_written(
+def test_an_unloggable_value_is_refused_by_its_key_and_nothing_is_written(
     values: Any, error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     own = Noting()

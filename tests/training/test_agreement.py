@@ -136,7 +136,7 @@ def test_the_first_parameter_that_differs_is_named_with_its_holders(mode):
         assert ranks == [last]
 
 
-def test_two_that_differ_from_the_rest_each_in_its_own_way_are_both_the_odd_ones():
+def test_two_ranks_that_differ_in_their_own_ways_are_both_the_odd_ones():
     def body() -> None:
         network = nn.Linear(2, 2)
         nn.init.constant_(network.weight, {1: 1.0, 2: 2.0}.get(unisono.rank(), 0.0))
@@ -257,7 +257,7 @@ def test_ranks_that_load_states_of_their_own_are_named_at_the_next_step(mode, st
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 @pytest.mark.parametrize("load", [load_own, load_on_one_rank, load_one])
-def test_they_are_named_at_a_step_whose_gradients_were_reduced_before_and_after_which_none_follows(mode, load):
+def test_loading_different_states_is_named_even_after_the_last_reduction(mode, load):
     def body():
         accelerator = Accelerator()
         torch.manual_seed(0)
@@ -341,7 +341,7 @@ def change(mode: Mode, how: Callable[[nn.Module], None], steps: int, at: int, sa
 @pytest.mark.parametrize(
     ("how", "name"), [(write, "0.weight"), (write_data, "2.bias"), (load_a_part, "2.weight"), (add_noise, "0.bias")]
 )
-def test_parameters_that_are_changed_on_one_rank_or_by_its_own_numbers_are_named(mode, how, name):
+def test_parameters_changed_on_one_rank_or_by_its_own_numbers_are_named(mode, how, name):
     said = set(change(mode, how, steps=5, at=2))  # compared at steps 1, 2 and 4; threads share a logger
     assert len(said) == 1
     (text,) = said

@@ -124,12 +124,12 @@ def test_ranks_with_equal_parts_compute_what_one_device_would(mode, kind):
 
 
 @pytest.mark.parametrize("sizes", [[5, 2], [1, 1], pytest.param([4, 0], marks=pytest.mark.any_family), [0, 3]], ids=str)
-def test_ranks_with_unequal_parts_and_with_none_compute_what_one_device_would(peers, sizes):
+def test_ranks_with_unequal_or_empty_parts_compute_what_one_device_would(peers, sizes):
     assert_as_one(train_together(peers, layer, (3, 2, 4), sizes), layer, (3, 2, 4), sizes)
 
 
 @given(sizes=st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(lambda sizes: sum(sizes) > 1))
-def test_however_the_batch_is_split_the_ranks_compute_what_one_device_would(sizes):
+def test_ranks_compute_what_one_device_would_however_the_batch_is_split(sizes):
     assert_as_one(
         train_together(THREADS_4, lambda: layer(nn.BatchNorm1d), (3,), sizes),
         lambda: layer(nn.BatchNorm1d),
@@ -284,7 +284,7 @@ def test_a_layer_that_cannot_be_converted_is_refused_and_none_is_touched(odd, wo
 
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0], [0.0, 0.0]], ids=str)
-def test_too_few_values_on_all_ranks_together_are_an_error_on_every_rank_and_the_world_goes_on(peers, weights):
+def test_too_few_values_on_all_ranks_fail_everywhere_and_the_world_goes_on(peers, weights):
     def body() -> tuple[str, float]:
         world = current_world()
         module = synchronize_batch_norm(nn.BatchNorm1d(3), world, lambda: weights[world.rank])
@@ -313,7 +313,7 @@ def test_a_gradient_with_a_graph_of_its_own_is_refused():
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
-def test_update_bn_takes_all_samples_if_the_average_is_synchronized_or_the_loader_is_not_prepared(mode: Mode) -> None:
+def test_update_bn_takes_all_samples_if_synchronized_or_on_a_plain_loader(mode: Mode) -> None:
     data = TensorDataset(torch.randn(22, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 
     def averaged() -> AveragedModel:
@@ -365,12 +365,12 @@ def assigned(accelerator: Any, network: Any, batch: Any) -> None:
         each.grad = gradient
 
 
-def test_rows_without_weight_pass_on_what_the_losses_of_other_ranks_send_through_the_statistics(peers):
+def test_weightless_rows_pass_on_gradients_through_the_shared_statistics(peers):
     compare(peers, {"weighed": weighed}, sync_batchnorm=True)
 
 
 @pytest.mark.parametrize("samples", [23, 26])
-def test_gradients_that_were_asked_for_are_those_of_one_device_also_of_an_uneven_batch(peers, samples):
+def test_requested_gradients_match_one_device_even_for_an_uneven_batch(peers, samples):
     compare(peers, steps(assigned, normalised), samples=samples, sync_batchnorm=True)
 
 

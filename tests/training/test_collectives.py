@@ -46,7 +46,7 @@ def test_all_gather_concatenates_in_rank_order(mode, dim):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_all_gather_samples_keeps_those_that_count_of_ranks_that_have_different_numbers(mode, dim):
+def test_all_gather_samples_keeps_the_counting_ones_from_unequal_ranks(mode, dim):
     def whole(rank):
         rows = mode.ranks + 1
         return torch.arange(2 * rows).reshape(rows, 2).narrow(0, 0, rows - rank) + 100 * rank
@@ -108,7 +108,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_cut_a_graph_in_silence_is_refused_before_anything_is_sent(mode, name):
+def test_silently_cutting_a_graph_is_refused_before_anything_is_sent(mode, name):
     def refuse():
         for x in (torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True) * 2):
             if unisono.rank() == 0:  # on this rank alone: nobody waits for the others

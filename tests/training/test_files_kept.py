@@ -51,7 +51,7 @@ def test_a_link_from_elsewhere_leads_to_a_file_that_is_kept(old: Path, tmp_path:
         link.write_text("new")
 
 
-def test_new_empty_hidden_and_other_files_can_be_written_and_all_can_be_read(old: Path, tmp_path: Path) -> None:
+def test_new_empty_and_hidden_files_can_be_written_and_all_can_be_read(old: Path, tmp_path: Path) -> None:
     (tmp_path / ".cache").mkdir()
     for name in ("elsewhere", ".cache/file"):
         (tmp_path / name).write_text("old")

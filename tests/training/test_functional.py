@@ -70,7 +70,7 @@ TWINS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Tensors
 }
 
 
-def test_the_gradient_is_that_of_the_sum_of_the_ranks_losses_and_so_is_the_second_one(mode):
+def test_the_gradient_and_the_second_one_are_of_the_ranks_summed_losses(mode):
     def differentiate() -> Any:
         found = {}
         for name, (call, _) in TWINS.items():
@@ -109,7 +109,7 @@ def test_the_argument_stays_as_it_is_and_the_result_is_ones_own(mode):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_rows_of_ranks_that_have_different_numbers_are_gathered_with_gradients(mode, dim):
+def test_unequal_numbers_of_rows_are_gathered_with_gradients(mode, dim):
     """Rank r has r rows, so rank 0 has none; in a nesting, beside labels."""
 
     def laid(x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def train_simclr(samples: int, strategy: Any = "ddp") -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("tail", [-1, 1])
-def test_a_prepared_model_trains_as_one_device_does_when_the_last_batch_is_split_unevenly(mode, tail):
+def test_a_prepared_model_trains_like_one_device_with_an_uneven_last_batch(mode, tail):
     """One sample more than ranks are left for the last round, or one fewer: then one is repeated and does not count."""
     samples = 7 * mode.ranks + tail
     found = mode.run(lambda: train_simclr(samples))
@@ -218,7 +218,7 @@ def test_the_strategies_of_processes_train_the_same(strategy):
 
 
 @pytest.mark.parametrize("way", ["prepared", "backward", "optimizer_step"])
-def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_ranks_losses(peers, way):
+def test_weights_differing_by_rank_are_refused_for_losses_of_all_ranks(peers, way):
     def train() -> int:
         net: nn.Module = model() if way == "prepared" else network()
         loader: Any = DataLoader(data(7 * peers.ranks + 1), batch_size=3)

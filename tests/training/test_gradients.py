@@ -45,7 +45,7 @@ def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[
 
 
 @pytest.mark.any_family
-def test_a_parameter_without_a_gradient_on_some_ranks_counts_as_zero_and_none_is_mispaired(mode):
+def test_a_gradient_missing_on_some_ranks_counts_as_zero_and_mispairs_none(mode):
     shares = shares_of(mode.ranks)
 
     def make(rank: int) -> list[torch.Tensor]:

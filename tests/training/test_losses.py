@@ -150,7 +150,7 @@ def train(targets: torch.Tensor, loss_of: Loss, give: Any = None, is_plain: bool
 
 
 @pytest.mark.parametrize("is_plain", [True, False], ids=["loss.backward()", "accelerator.backward(loss)"])
-def test_a_loss_that_is_no_mean_over_the_samples_is_named_once_and_no_other_is(is_plain: bool) -> None:
+def test_a_loss_that_is_not_a_mean_over_samples_is_named_once_and_no_other(is_plain: bool) -> None:
     losses._watching.clear()  # those of earlier tests' models that had no four passes
     for name, (targets, loss_of) in PLAIN.items():
         with hearing("unisono") as said:
@@ -196,7 +196,7 @@ WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_the_weight_that_is_advised_gives_the_result_of_one_device_and_nothing_is_said(name: str) -> None:
+def test_the_advised_weight_gives_one_devices_result_without_a_message(name: str) -> None:
     _, targets, loss_of = OTHERS[name]
     body = lambda: train(targets, loss_of, WEIGHTS[name], split_batches=True)  # noqa: E731
     (expected,) = SOLO.run(body)

@@ -284,7 +284,7 @@ def _not_none(samples: Any) -> Any:
     return [each for each in samples if each is not None]
 
 
-def test_on_one_device_every_row_of_a_metric_counts_whatever_the_batch_says() -> None:
+def test_on_one_device_every_metric_row_counts_whatever_the_batch_says() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(range(8), 4, collate_fn=lambda rows: (torch.ones(4), torch.ones(9))))
     for labels, _ in loader:

@@ -221,7 +221,7 @@ def test_what_is_no_optimizer_is_refused(optimizer):
 
 
 @pytest.mark.parametrize("is_left_early", [False, True])
-def test_a_step_after_a_loop_may_be_on_its_last_batch_or_on_others_so_its_batch_is_to_be_named(pair, is_left_early):
+def test_after_a_loop_an_ambiguous_step_needs_its_batch_named(pair, is_left_early):
     def body(batches: Loader) -> float:
         weight = nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([weight], lr=1.0)

@@ -81,7 +81,7 @@ def test_a_failed_attempt_lets_go_of_what_its_calls_held() -> None:
 
 
 @SEVERAL
-def test_a_rank_without_memory_is_named_to_those_that_wait_for_it_in_the_attempt(mode: Mode) -> None:
+def test_a_rank_out_of_memory_is_named_to_those_waiting_in_the_attempt(mode: Mode) -> None:
     def body() -> None:
         @find_executable_batch_size(starting_batch_size=64)
         def attempt(batch_size: int) -> None:
@@ -106,7 +106,7 @@ def test_ranks_that_begin_with_different_sizes_are_named(mode: Mode) -> None:
 
 
 @ALL
-def test_a_training_that_ran_out_of_memory_in_mid_step_begins_again_and_is_exact(mode: Mode) -> None:
+def test_training_that_ran_out_of_memory_mid_step_restarts_exactly(mode: Mode) -> None:
     rows = torch.arange(24.0).reshape(12, 2) / 24
 
     def body() -> tuple[list[float], int]:

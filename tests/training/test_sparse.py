@@ -172,7 +172,7 @@ def test_a_step_that_was_saved_unfinished_continues_on_any_number_of_ranks(tmp_p
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @MODES
-def test_a_momentum_of_rows_alone_is_resumed_with_the_bits_of_a_run_that_went_on(
+def test_a_row_sparse_momentum_resumes_with_the_bits_of_an_unbroken_run(
     mode: Mode, strategy: str, tmp_path: Path
 ) -> None:
     def lines(epochs: int, loads: bool) -> State:

@@ -209,7 +209,7 @@ SAME = {
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 @MODES
-def test_batches_of_the_same_tensors_are_microbatches_of_their_own_in_any_order(mode: Mode, every: int) -> None:
+def test_batches_of_shared_tensors_are_separate_microbatches_in_any_order(mode: Mode, every: int) -> None:
     # All ranks have a batch in the last round, which shares its memory then, or not all of them have.
     sizes = [2 * (3 * mode.ranks + last) for last in (mode.ranks, max(mode.ranks - 1, 1))]
     loops = itertools.product(sizes, SAME.values())
@@ -335,7 +335,7 @@ def test_gradients_of_the_step_before_must_be_zeroed_in_steps_of_two(mode: Mode,
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_of_a_step_that_another_optimizer_has_taken_the_gradients_are_zeroed_by_this_one(mode: Mode) -> None:
+def test_an_optimizer_zeroes_the_gradients_of_a_step_another_one_took(mode: Mode) -> None:
     def body() -> list[bool]:
         accelerator, maker, critic = Accelerator(gradient_accumulation_steps=2), model(), nn.Linear(2, 1).double()
         maker, critic, step, other, loader = accelerator.prepare(
@@ -381,7 +381,7 @@ def test_a_penalty_is_stepped_on_where_no_sample_counts(mode: Mode, by_hand: boo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_they_are_or_it_is_refused_where_a_layer_is_frozen_whose_gradients_become_zeros(strategy: str) -> None:
+def test_frozen_layers_with_zeroed_gradients_are_exact_or_refused(strategy: str) -> None:
     step = "draw a; forward fit; backward accelerator; step f; zero f zeros"
     one = program([step, step, "freeze 0", step, step], samples=16, optimizer="adam")
     assert verdicts_on(PROCESSES_2, [one], strategy)[0] in ("exact", "refused")
@@ -399,7 +399,7 @@ class Centre(nn.Module):
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
-def test_a_model_may_return_nothing_but_a_parameter_where_the_batch_is_named(mode: Mode) -> None:
+def test_a_model_may_return_only_a_parameter_if_the_batch_is_named(mode: Mode) -> None:
     def learn(accelerator: Any, network: Any, batch: Any) -> None:
         loss = (batch[0][:, :3] - network(batch[0])["centre"]).pow(2).mean()
         if isinstance(accelerator, Accelerator):
@@ -577,6 +577,6 @@ def twice_through_one_graph(accelerator: Any, network: nn.Module, batch: Any) ->
 @PROCESSES
 @pytest.mark.every_mode
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_batch_norm_in_evaluation_may_have_two_backward_passes_through_a_graph(accumulate: int, mode: Mode) -> None:
+def test_in_evaluation_batch_norm_allows_two_backward_passes_of_one_graph(accumulate: int, mode: Mode) -> None:
     lines = steps(twice_through_one_graph, lambda: seeded(Normalised().double()))
     compare(mode, lines, gradient_accumulation_steps=accumulate)

@@ -67,7 +67,7 @@ def test_once_agreed_it_stays_so_in_that_world_and_meets_nobody(handled):
     assert not should_stop(world=solo_world())
 
 
-def test_a_rank_that_runs_in_a_thread_of_an_engine_stops_when_the_engine_asks():
+def test_a_rank_in_an_engines_thread_stops_when_the_engine_asks():
     found: list[Any] = []
 
     def body() -> None:
@@ -163,7 +163,7 @@ print(len(set(steps)), steps[0] > 0)
 """
 
 
-def test_a_plain_script_saves_when_its_whole_process_group_gets_sigterm_and_leaves_nothing(tmp_path: Path):
+def test_a_plain_script_saves_on_a_group_wide_sigterm_and_leaves_nothing(tmp_path: Path):
     line = Line.at(tmp_path / "line")
     with line.hearing() as ear, Script(SOLO, tmp_path) as script:
         ear.hear()
@@ -174,7 +174,7 @@ def test_a_plain_script_saves_when_its_whole_process_group_gets_sigterm_and_leav
         assert script.survivors() == []
 
 
-def test_a_signal_that_a_replica_took_stops_all_that_the_main_thread_waits_for(tmp_path: Path):
+def test_a_signal_taken_by_a_replica_stops_all_the_main_thread_waits_for(tmp_path: Path):
     with Script(THREADS, tmp_path) as script:
         code, output, errors = script.end()
     assert (code, output.split(), errors) == (0, ["1", "True"], "")

@@ -46,7 +46,7 @@ def test_unequal_tensors_are_named_on_all_ranks(peers, name):
 
 
 @pytest.mark.parametrize("value", [None, [1.0], 2.0], ids=str)
-def test_what_is_no_tensor_on_one_rank_is_its_error_and_the_others_learn_of_it(peers, value):
+def test_a_non_tensor_on_one_rank_is_its_error_and_the_others_learn_of_it(peers, value):
     def gather() -> Any:
         return unisono.all_gather(value if is_last() else torch.ones(2, 3))
 

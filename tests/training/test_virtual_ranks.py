@@ -284,7 +284,7 @@ def maker_first(count: int | None, by_hand: bool = False, **options: Any) -> lis
     return [getattr(each, "full_tensor", each.detach)().detach().clone() for each in parameters]
 
 
-def test_gradients_that_another_models_loss_leaves_are_zeroed_as_on_a_device_of_its_own() -> None:
+def test_gradients_left_by_another_models_loss_are_zeroed_as_on_real_ranks() -> None:
     first, *others = [on(ranks, lambda: maker_first(V)) for ranks in (1, 2, 3)]
     assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
     for one, other in zip(first, on(V, lambda: maker_first(None)), strict=True):
@@ -342,7 +342,7 @@ def test_weights_of_some_ranks_batches_alone_are_refused_on_all_ranks(later: boo
         assert text.endswith("every rank must pass backward(..., weight=) for each microbatch of a step, or for none")
 
 
-def test_a_round_in_which_nothing_counts_is_skipped_with_its_buffers_averaged() -> None:
+def test_a_round_without_weight_is_skipped_with_its_buffers_averaged() -> None:
     first, *others = [on(ranks, lambda: weighted(V, has_norm=True)) for ranks in (1, 2, 3)]
     assert [[each.tolist() for each in other] for other in others] == [[each.tolist() for each in first]] * 2
 
@@ -413,7 +413,7 @@ def test_a_run_goes_on_with_its_bits_on_another_number_of_ranks(before: int, aft
     assert on(after, partial(train, "convolutions", state=(str(tmp_path), -1)))[0] == whole
 
 
-def test_a_run_whose_parameters_were_divided_goes_on_with_its_bits_where_they_are_not(tmp_path: Path) -> None:
+def test_a_run_with_divided_parameters_continues_undivided_bit_for_bit(tmp_path: Path) -> None:
     whole, *_ = on(1, partial(train, "attention"))
     on(3, partial(train, "attention", strategy="fsdp", state=(str(tmp_path), 4)))
     assert on(2, partial(train, "attention", state=(str(tmp_path), -1)))[0] == whole
@@ -486,7 +486,7 @@ def repeats() -> None:
         optimizer.zero_grad()
 
 
-def test_a_rank_that_repeats_a_batch_by_itself_where_parameters_are_divided_is_told_so() -> None:
+def test_a_rank_repeating_a_batch_alone_with_divided_parameters_is_told_so() -> None:
     with pytest.raises(CollectiveMismatchError, match="repeat a batch, as after an error, on all ranks or on none"):
         on(2, repeats)
 
@@ -507,7 +507,7 @@ def freezes(strategy: str, count: int | None = V) -> list[torch.Tensor]:
     return [getattr(each, "full_tensor", each.detach)().tolist() for each in model.parameters()]
 
 
-def test_layers_that_were_frozen_with_gradients_of_zero_are_stepped_as_on_so_many_ranks() -> None:
+def test_layers_frozen_with_zero_gradients_step_as_on_as_many_ranks() -> None:
     first, *others = on(1, lambda: freezes("ddp")), on(2, lambda: freezes("ddp")), on(2, lambda: freezes("fsdp"))
     assert others == [first] * 2
     for one, other in zip(first, on(V, lambda: freezes("ddp", None)), strict=True):
@@ -831,7 +831,7 @@ def test_what_cannot_be_divided_is_refused_on_any_number_of_ranks(
     assert on(1, body) == on(2, body)
 
 
-def test_a_collate_fn_that_returns_a_row_of_each_sample_is_one_of_many_and_others_are_refused() -> None:
+def test_a_collate_fn_with_a_row_per_sample_is_accepted_and_others_refused() -> None:
     def body(drops: bool) -> list[int]:
         rows = DataLoader(range(11), 2, collate_fn=lambda given: torch.tensor(given[drops:]))  # type: ignore[arg-type]
         accelerator = Accelerator(virtual_ranks=2)
@@ -1117,7 +1117,7 @@ def train_until(kill_at: int, directory: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_not(seed: int, tmp_path: Path) -> None:
+def test_a_run_killed_repeatedly_ends_with_the_bits_of_an_undisturbed_one(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     whole = on(1, partial(train_until, -1, str(tmp_path / "whole")))
     for kill_at in sorted(draw.sample(range(12), 4)):
@@ -1188,7 +1188,7 @@ def test_a_loop_that_is_left_in_the_middle_of_a_round_is_refused(
             leave_after(count, then)
 
 
-def test_an_evaluation_that_is_left_in_the_middle_of_a_round_is_refused_and_a_look_at_the_first_batch_is_not() -> None:
+def test_leaving_an_evaluation_mid_round_is_refused_but_not_a_first_look() -> None:
     loop = Loop()
     next(iter(loop.loader))
     loop.each(loop.backward)
@@ -1200,7 +1200,7 @@ def test_an_evaluation_that_is_left_in_the_middle_of_a_round_is_refused_and_a_lo
         loop.each(loop.backward)
 
 
-def test_an_optimizer_that_is_asked_for_some_batches_of_a_round_is_refused_in_the_next() -> None:
+def test_an_optimizer_asked_for_part_of_a_round_is_refused_in_the_next() -> None:
     loop = Loop(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     other = loop.accelerator.prepare(torch.optim.SGD(loop.model.module[1].parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match="asked to step for 1 of the 2 batches"):

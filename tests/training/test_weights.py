@@ -122,7 +122,7 @@ def test_a_second_optimizer_on_the_same_batch_steps_on_the_same_gradients(mode):
         assert found == pytest.approx((4, 8))
 
 
-def test_a_loss_that_may_be_of_two_batches_that_count_differently_is_an_error():
+def test_a_loss_that_may_be_of_two_unequally_counting_batches_is_an_error():
     def body():
         weight, _ = one()
         batches = list(DeviceLoader([host(4), host(3)], split="global"))

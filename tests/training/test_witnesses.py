@@ -119,7 +119,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_with_witnesses_ends_with_the_bits_of_one_without_and_reports_the_same(way: str) -> None:
+def test_a_run_with_witnesses_has_the_same_bits_and_reports_as_without(way: str) -> None:
     digest, _, taken, reports = on(1, partial(train, **{**WAYS[way], "witness_every": None}))
     assert reports[-1] == 3 * 40
     every = WAYS[way].get("witness_every", 2)

@@ -67,7 +67,7 @@ def test_from_the_second_epoch_on_nothing_is_compiled(devices, tail):
     assert compiled() - before == first
 
 
-def test_one_device_needs_one_graph_for_each_shape_and_one_for_the_first_step(devices):
+def test_one_device_needs_one_graph_per_shape_and_one_for_the_first_step(devices):
     size = width()
     accelerator = Accelerator(device=devices[0])
     model = nn.Sequential(nn.Linear(5, size), nn.ReLU(), nn.Linear(size, 3))
@@ -96,7 +96,7 @@ def graphs_of(make_optimizer: type[torch.optim.Optimizer], device: torch.device)
 
 
 @pytest.mark.parametrize(("make_optimizer", "graphs"), [(torch.optim.Adam, 2), (torch.optim.RAdam, 3)])
-def test_an_optimizer_needs_a_graph_for_its_first_step_and_for_each_rule_of_a_step(devices, make_optimizer, graphs):
+def test_an_optimizer_needs_a_graph_for_its_first_step_and_each_step_rule(devices, make_optimizer, graphs):
     """RAdam rectifies its steps from the sixth on (Liu et al., 2020: from rho_t > 5 on; torch's beta2 of 0.999)."""
     assert graphs_of(make_optimizer, devices[0]) == graphs
 

@@ -26,7 +26,7 @@ def test_devices_come_to_be_as_many_as_are_asked_for_first(script):
     assert done.stdout.splitlines()[-1] == "[3.0, 3.0, 3.0]", done.stderr
 
 
-def test_more_devices_than_the_runtime_was_started_with_are_refused_with_the_way_out(script):
+def test_more_devices_than_the_runtime_started_with_are_refused_with_a_fix(script):
     done = script(
         TRAIN
         + """
@@ -50,6 +50,7 @@ def test_a_number_of_devices_that_the_user_has_set_stands(script):
 REFUSED = """
 import os
 import unisono
+from unisono.compat.placement import Device
 from unisono.errors import UnisonoError
 def refuse(attempt, **environ):
     os.environ.update(environ)
@@ -71,7 +72,7 @@ def test_modes_that_narrow_numbers_in_silence_are_refused(script):
         assert line.startswith(f"UnisonoError: {name}=1 is set: tensors would keep their type and silently lose")
 
 
-def test_a_runtime_that_somebody_else_has_started_without_its_settings_is_refused(script):
+def test_a_runtime_started_by_others_without_its_settings_is_refused(script):
     lines = "import torch, torch_xla\ntorch.ones(1, device='xla:0').tolist()\n" + TRAIN
     done = script(lines + "DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1'])(total, [])", CPU_NUM_DEVICES="2")
     assert "was started, with several virtual devices, before unisono was asked for one" in done.stderr
@@ -79,7 +80,7 @@ def test_a_runtime_that_somebody_else_has_started_without_its_settings_is_refuse
 
 
 @pytest.mark.parametrize("setting", [{"XLA_THREAD_POOL_SIZE": "1"}, {"PJRT_CPU_ASYNC_CLIENT": "1"}], ids=str)
-def test_settings_of_the_users_own_that_would_make_the_runtime_abort_lead_through_main_memory(script, setting):
+def test_settings_that_would_abort_the_runtime_reduce_through_main_memory(script, setting):
     done = script(TRAIN + "print(DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1'])(total, []))", **setting)
     assert done.stdout.splitlines()[-1] == "[2.0, 2.0]", done.stderr
 
@@ -90,7 +91,7 @@ def test_hardware_that_is_not_there_is_refused(script):
         ({"PJRT_DEVICE": "CUDA"}, "PJRT_DEVICE=CUDA is neither CPU nor TPU, the supported ones"),
         ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE=TPU, and there is no chip here"),
     ]
-    lines = [f"refuse(unisono.compat.placement.Device.default_xla, **{setting})" for setting, _ in refused]
+    lines = [f"refuse(Device.default_xla, **{setting})" for setting, _ in refused]
     done = script("\n".join([REFUSED, *(f"os.environ['PJRT_DEVICE'] = 'CPU'\n{line}" for line in lines)]))
     for (_, message), line in zip(refused, done.stdout.splitlines(), strict=True):
         assert line.startswith("ValueError: ")
@@ -103,7 +104,7 @@ def test_one_device_of_a_runtime_that_somebody_else_has_started_will_do(script):
     assert done.stdout.splitlines()[-1] == "[1.0]", done.stderr
 
 
-def test_a_backward_pass_before_the_runtime_has_started_is_an_error_that_tells_what_comes_first(script):
+def test_a_backward_pass_before_the_runtime_starts_is_an_error_with_advice(script):
     done = script(
         "import torch, unisono\ntorch.ones(1, requires_grad=True).sum().backward()\nunisono.Accelerator(device='xla:0')"
     )
@@ -156,7 +157,7 @@ print("the same")
 """
 
 
-def test_one_program_over_all_devices_trains_what_one_device_does_batch_norm_included(script):
+def test_one_program_over_all_devices_trains_like_one_even_with_batch_norm(script):
     done = script(SPMD, CPU_NUM_DEVICES="4")
     assert done.stdout.splitlines()[-2:] == ["4", "the same"], done.stderr
 
@@ -169,7 +170,7 @@ def test_one_program_over_all_devices_is_refused_when_a_device_is_in_use(script)
     assert "UnisonoError: strategy='spmd' comes too late: an XLA device of this process is in use" in done.stderr
 
 
-def test_what_is_recorded_on_one_device_when_devices_join_stays_out_of_their_first_reduction(script):
+def test_work_pending_on_a_device_stays_out_of_the_first_joint_reduction(script):
     done = script(
         """
 import torch
@@ -245,7 +246,7 @@ def test_bfloat16_is_reduced_as_it_is_where_the_hardware_can(monkeypatch, hardwa
 
 
 @pytest.mark.slow
-def test_a_device_that_still_computes_is_waited_for_before_the_runtime_reduces(script):
+def test_a_device_still_computing_is_waited_for_before_the_runtime_reduces(script):
     """The runtime warns of a device that waits for another after 5 s, and ends the process after 15 s."""
     done = script(
         """

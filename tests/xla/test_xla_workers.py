@@ -75,7 +75,7 @@ def test_results_and_objects_come_to_other_processes_in_main_memory():
     assert all(each.is_cpu for model, _ in results for each in model.parameters())
 
 
-def test_a_runtime_that_does_not_join_the_processes_is_found_out_at_the_start():
+def test_a_runtime_that_does_not_join_processes_is_detected_at_the_start():
     """On the CPU the runtimes of two processes know nothing of one another, and reduce nothing, in silence."""
 
     def pretending(index: int) -> None:
@@ -90,7 +90,7 @@ def test_a_runtime_that_does_not_join_the_processes_is_found_out_at_the_start():
 
 
 @pytest.mark.parametrize("other", ["all_reduce(float32[3], 'sum')", "barrier()"])
-def test_processes_that_the_runtime_joins_compare_their_calls_before_it_is_asked(other):
+def test_joined_processes_compare_their_calls_before_the_runtime_is_asked(other):
     """As on a TPU, where a chip that is alone in a collective waits for ever."""
 
     def differs(index: int) -> None:

@@ -145,7 +145,7 @@ class Fork(nn.Module):
 
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-def test_ranks_agree_after_meetings_whatever_they_have_used_and_whatever_was_frozen_between(mode: Mode) -> None:
+def test_ranks_agree_after_meetings_whatever_was_used_or_frozen_between(mode: Mode) -> None:
     def body() -> list[Any]:
         network = seeded(Fork().double())
         training = Training(DiLoCo(every=100, sent_as="bf16"), network=network)
@@ -242,7 +242,7 @@ def test_what_is_sent_with_fewer_bits_is_off_by_no_more_than_is_promised(mode: M
         assert (errors <= largest * part * (1 + 1e-6)).all()
 
 
-def test_a_rank_that_has_numbers_that_are_not_finite_spoils_the_mean_also_in_int8() -> None:
+def test_nonfinite_numbers_on_one_rank_spoil_the_mean_even_in_int8() -> None:
     def body() -> State:
         training = Training(DiLoCo(1, sent_as="int8"), without_state)
         return training.epoch(lambda *args: mean_loss(*args) * (torch.nan if rank() == 1 else 1), leave_at=1)[0]

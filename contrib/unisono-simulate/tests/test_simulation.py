@@ -69,7 +69,7 @@ def test_a_ring_takes_as_long_as_its_messages_one_after_the_other(devices):
 
 
 @pytest.mark.parametrize("machines", [1, 2, 4, 16])
-def test_recursive_halving_between_machines_sends_half_of_what_is_left_at_each_level(machines):
+def test_between_machines_recursive_halving_sends_half_the_rest_per_level(machines):
     left, between_s = 1e8, 0.0
     for _ in range(machines.bit_length() - 1):
         left /= 2
@@ -79,7 +79,7 @@ def test_recursive_halving_between_machines_sends_half_of_what_is_left_at_each_l
     assert hierarchical == pytest.approx(within_s + between_s)
 
 
-def test_of_a_ring_and_a_tree_the_faster_is_taken_which_for_many_devices_is_the_tree():
+def test_the_faster_of_ring_and_tree_is_used_and_for_many_devices_the_tree():
     def times(devices: int) -> list[float]:
         return [half_s(1e8, devices, replace(FLEET, algorithm=each)) for each in ("auto", "ring", "tree")]
 
@@ -90,7 +90,7 @@ def test_of_a_ring_and_a_tree_the_faster_is_taken_which_for_many_devices_is_the_
 
 
 @given(st.integers(1, 40), st.floats(1e-3, 1), st.floats(1e-6, 1), st.booleans())
-def test_a_bucket_is_reduced_as_soon_as_it_is_full_and_the_one_before_is_through(buckets, backward_s, each_s, overlaps):
+def test_a_bucket_is_reduced_once_it_is_full_and_its_predecessor_is_done(buckets, backward_s, each_s, overlaps):
     nbytes = 25 * 2**20
     bytes_per_s = nbytes / each_s  # of two devices, each sends one half, and gets the other
     fleet = Fleet(2, bytes_per_s, within_latency_s=0.0, algorithm="ring", overlaps=overlaps)
@@ -122,7 +122,7 @@ def test_parts_may_be_nothing_and_seconds_may_be_integers():
     assert len(step_s) == 1
 
 
-def test_failures_cost_as_much_as_a_run_with_them_loses_and_no_other_interval_costs_less():
+def test_failures_cost_what_a_simulated_run_loses_at_the_best_interval():
     fleet = replace(FLEET, mtbf_s=64 * 3600.0, save_s=30.0, restart_s=60.0)
     found = predict(MODEL, fleet, 64)
 
@@ -145,7 +145,7 @@ def test_failures_cost_as_much_as_a_run_with_them_loses_and_no_other_interval_co
     assert useful(found.checkpoint_s) >= max(useful(found.checkpoint_s * each) for each in (0.4, 2.5))
 
 
-def test_data_that_comes_too_slowly_sets_the_step_for_each_device_or_for_all():
+def test_slow_data_sets_the_step_time_per_device_or_for_all():
     assert predict(MODEL, replace(FLEET, loader_samples_per_s=32), 8).step_s == 1.0
     sized = replace(MODEL, sample_bytes=1e5)
     fleet = replace(FLEET, storage_bytes_per_s=1e9)
@@ -173,7 +173,7 @@ def test_memory_is_what_torch_keeps_of_a_model_with_adam(strategy):
     assert memory_bytes(described, strategy, 1) == parameters + gradients + states + 1000
 
 
-def test_fsdp_sends_half_as_much_again_as_ddp_and_zero1_as_much_after_the_step():
+def test_fsdp_and_zero1_send_half_as_much_again_as_ddp():
     slow = Fleet(8, 1e6, within_latency_s=0.0, overlaps=False, algorithm="ring")
 
     def waited_s(strategy: str) -> float:
@@ -210,7 +210,7 @@ def test_fsdp_sends_half_as_much_again_as_ddp_and_zero1_as_much_after_the_step()
         ("[model]", "model]", "is no TOML file"),
     ],
 )
-def test_a_description_that_cannot_be_is_refused_with_the_field_and_the_rule(description, capsys, old, new, said):
+def test_an_impossible_description_is_refused_with_the_field_and_the_rule(description, capsys, old, new, said):
     assert main([str(description(old, new))]) == 1
     assert said in capsys.readouterr().err
 
@@ -362,14 +362,14 @@ def row(name: str, point: Point, found: float, error: float) -> str:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_what_is_predicted_is_near_to_what_was_measured_and_the_page_states_the_error(name):
+def test_predictions_are_near_measurements_and_the_page_states_the_error(name):
     found = list(errors(name))
     assert [point for point, _, error in found if abs(error) > (1e-3 if "fits" in point else LARGEST_ERROR[name])] == []
     page = PAGE.read_text()
     assert [line for each in found if (line := row(name, *each)) not in page] == []
 
 
-def test_the_fitted_numbers_are_possible_ones_and_fewer_than_those_predicted():
+def test_the_fitted_numbers_are_plausible_and_fewer_than_the_predicted():
     points = [point for study in STUDIES.values() for point in study["points"]]
     assert sum("fits" in point for point in points) * 2 < len(points)
     jitters = {name: fit(name)["jitter"] for name in STUDIES if "jitter" in fit(name)}

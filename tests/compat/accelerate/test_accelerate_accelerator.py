@@ -136,7 +136,7 @@ def test_a_schedule_counts_the_steps_of_one_device_and_waits_for_steps(mode: Mod
     assert mode.run(body) == [[(number // steps) * each for number in range(1, rounds + 1)]] * mode.ranks
 
 
-def test_a_scheduler_that_does_not_follow_the_optimizer_counts_each_call_and_is_saved(tmp_path: Path) -> None:
+def test_an_independent_scheduler_counts_each_call_and_is_saved(tmp_path: Path) -> None:
     def make() -> tuple[Accelerator, Any, Any]:
         accelerator = Accelerator(step_scheduler_with_optimizer=False, gradient_accumulation_steps=4)
         model = nn.Linear(1, 1)
@@ -259,7 +259,7 @@ def test_rows_are_padded_by_the_names_of_accelerates_arguments(mode: Mode) -> No
 
 
 @ALL
-def test_rows_of_no_prepared_batch_are_gathered_as_they_are_and_that_is_said_once(mode: Mode) -> None:
+def test_gathering_rows_of_no_prepared_batch_takes_all_and_says_so_once(mode: Mode) -> None:
     def body() -> tuple[list[list[int]], int]:
         accelerator = Accelerator()
         accelerator.wait_for_everyone()

@@ -98,7 +98,7 @@ def test_what_is_left_out_is_no_attribute_and_says_what_to_do(module: str, name:
         getattr(import_module(f"unisono.compat.{module}"), name)
 
 
-def test_an_import_of_an_unknown_name_or_module_is_an_ordinary_import_error() -> None:
+def test_importing_an_unknown_name_or_module_is_an_ordinary_import_error() -> None:
     with pytest.raises(ImportError, match="cannot import name 'gahter' from "):
         exec("from unisono.compat.accelerate.utils.operations import gahter", {})
     with pytest.raises(ModuleNotFoundError, match="operatoins"):
@@ -148,7 +148,7 @@ def test_values_of_a_rank_reach_the_others(mode: Mode) -> None:
 
 
 @SEVERAL
-def test_seeds_are_the_ranks_own_where_asked_for_and_generators_come_together(mode: Mode) -> None:
+def test_seeds_can_differ_by_rank_and_generators_can_be_synchronized(mode: Mode) -> None:
     def body() -> tuple[float, float, float, float]:
         utils.set_seed(5)
         same = torch.rand(()).item()

@@ -58,7 +58,7 @@ def test_trackers_write_to_the_logging_directory(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "run" / "metrics.jsonl").is_file()
 
 
-def test_the_tracker_of_tensorboard_has_its_writer_as_diffusers_scripts_use_it(tmp_path: Path) -> None:
+def test_the_tensorboard_tracker_exposes_its_writer_for_diffusers_scripts(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     accelerator = Accelerator(log_with="tensorboard", project_dir=str(tmp_path))
     accelerator.init_trackers("run")

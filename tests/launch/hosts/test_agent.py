@@ -32,7 +32,7 @@ OTHER = "192.0.2.7"  # nobody has it
 # The endpoint.
 
 
-def test_the_agent_whose_machine_the_endpoint_names_serves_it_unless_it_is_served_or_another_is_the_first(monkeypatch):
+def test_an_agent_serves_its_own_free_endpoint_unless_another_is_first(monkeypatch):
     port = free_port()
     own = [each.address for found in psutil.net_if_addrs().values() for each in found if each.family == socket.AF_INET]
     assert all(endpoint.serves_endpoint(f"{host}:{port}") for host in ("127.0.0.1", "localhost", *own))
@@ -54,7 +54,7 @@ def test_an_address_is_the_one_on_the_way_to_the_endpoint():
     assert outward is None or endpoint.interface_of(outward) is not None
 
 
-def test_a_machine_that_knows_its_name_as_a_loopback_address_tells_others_another(monkeypatch):
+def test_a_machine_named_by_a_loopback_address_tells_others_another_one(monkeypatch):
     outward = endpoint.address_towards(OTHER, 1)
     if outward is None:
         pytest.skip("this machine has no way out")
@@ -310,7 +310,7 @@ def test_two_agents_train_one_model_though_a_worker_dies_once(tmp_path, line, ea
         assert results[0][0][0] == 2
 
 
-def test_an_agent_of_another_run_is_refused_at_a_port_and_both_ways_out_that_it_names_work(tmp_path):
+def test_an_agent_of_another_run_is_refused_and_both_named_ways_out_work(tmp_path):
     (tmp_path / "meets.py").write_text("import torch, unisono\nprint(unisono.all_reduce(torch.ones(1)).item())\n")
     command, alone = agent_command("2"), agent_command("1")
     place, script = command[-1], str(tmp_path / "meets.py")
@@ -405,7 +405,7 @@ def watched(tmp_path: Path) -> Callable[..., list[tuple[int, str, str]]]:
     return run
 
 
-def test_a_hang_names_the_stuck_rank_and_ends_both_machines_which_keep_the_files_of_the_run_together(watched, tmp_path):
+def test_a_hang_names_the_stuck_rank_ends_both_machines_and_keeps_files(watched, tmp_path):
     began = time.monotonic()
     ended = watched("stand", "--log-dir", str(tmp_path / "logs"), "--hang-timeout", "3")
     for rank, (code, output, errors) in enumerate(ended):
@@ -430,7 +430,7 @@ def test_a_rank_that_makes_progress_alone_on_another_machine_is_no_hang(watched)
 
 
 @pytest.mark.parametrize(("how", "end", "words"), [("raise", 1, "LookupError: not here"), ("exit", 7, "sys.exit(7)")])
-def test_the_first_cause_comes_to_the_other_machine_in_its_own_words_and_with_its_code(watched, how, end, words):
+def test_the_other_machine_gets_the_first_cause_verbatim_with_its_code(watched, how, end, words):
     for code, _, errors in watched(how):
         assert code == end, errors
         assert words in errors
@@ -439,7 +439,7 @@ def test_the_first_cause_comes_to_the_other_machine_in_its_own_words_and_with_it
 
 
 @pytest.mark.parametrize("how", ["busy", "early"])
-def test_a_machine_whose_ranks_wait_for_nobody_ends_when_another_fails_for_good(watched, line, ear, tmp_path, how):
+def test_a_machine_whose_ranks_wait_for_nobody_ends_when_another_fails(watched, line, ear, tmp_path, how):
     os.mkfifo(tmp_path / "told")
 
     told_at: list[float] = []

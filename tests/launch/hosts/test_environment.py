@@ -90,7 +90,7 @@ def test_the_place_that_a_launcher_announces(environ, place):
         assert announcement(environ) is None
 
 
-def test_on_one_machine_the_ranks_of_mpirun_and_submitit_meet_at_a_port_of_their_job():
+def test_on_one_machine_mpirun_and_submitit_ranks_meet_at_their_jobs_port():
     alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
     place, other = announced_place(alone), announced_place({**alone, "PMIX_NAMESPACE": "5"})
     assert (place.address, place.rank, place.node_rank) == ("127.0.0.1", 3, 0)
@@ -105,7 +105,7 @@ LONE += [{"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"}, {"JSM_NAMESPACE_SIZE": "
 
 
 @pytest.mark.parametrize("environ", [MPIRUN, HYDRA, *LONE], ids=str)
-def test_a_process_that_a_launcher_has_started_beside_others_does_not_train_alone(environ):
+def test_a_process_launched_beside_others_does_not_train_alone(environ):
     assert "has started several of these processes" in (announcement(environ) or "")
     if environ in LONE:
         with pytest.raises(NoWorldError, match="but not where they meet"):
@@ -169,7 +169,7 @@ def test_a_malformed_or_missing_variable_is_named(environ, words):
 # Agents.
 
 
-def test_an_agent_s_place_is_read_from_a_step_with_one_task_on_each_node_or_from_kubernetes():
+def test_an_agents_place_comes_from_a_one_task_per_node_step_or_kubernetes():
     step = {**SLURM, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
     assert announced_agent(step) == AgentPlace("the SLURM step", "3", 2, f"node07:{20000 + 777 + 997}", "777.1")
     with pytest.raises(ValueError, match="srun --ntasks-per-node=1 unisono run"):
@@ -323,7 +323,7 @@ unisono.barrier()
 
 
 @pytest.mark.parametrize("secret", [None, "", "s" * 16])
-def test_ranks_of_another_launcher_sign_by_the_variable_and_say_what_its_lack_opens(tmp_path, monkeypatch, secret):
+def test_ranks_of_other_launchers_sign_by_the_variable_or_warn_without_it(tmp_path, monkeypatch, secret):
     (tmp_path / "signing.py").write_text(SIGNING)
     monkeypatch.delenv("UNISONO_RDZV_SECRET", raising=False)
     if secret is not None:
@@ -353,7 +353,7 @@ spawn(train)
 """
 
 
-def test_the_reason_of_a_failure_reaches_the_peers_though_rank_zero_holds_the_store(tmp_path):
+def test_rank_zeros_failure_reaches_its_peers_although_it_holds_the_store(tmp_path):
     (tmp_path / "failing.py").write_text(FAILING)
     errors = [each for _, _, each in run_two(tmp_path / "failing.py")]
     assert "LookupError: rank zero's own" in errors[0]
@@ -388,7 +388,7 @@ print("synchronous", waits.count(False))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_under_another_launcher_on_one_machine_ranks_compare_their_steps_without_a_message(tmp_path, strategy):
+def test_on_one_machine_any_launchers_ranks_compare_steps_without_messages(tmp_path, strategy):
     (tmp_path / "stepping.py").write_text(STEPPING.format(strategy=strategy))
     for code, output, errors in run_two(tmp_path / "stepping.py"):
         assert (code, output) == (0, "synchronous 0\n"), errors
@@ -402,6 +402,6 @@ def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_pa
     assert "nprocs=3, but by the variables RANK and WORLD_SIZE there are 1 worker(s) on this machine" in errors
 
 
-def test_a_process_that_nobody_has_announced_anything_to_joins_the_world_of_one():
+def test_a_process_with_nothing_announced_joins_the_world_of_one():
     assert join_world() is current_world()
     assert join_world().world_size == 1

@@ -78,7 +78,7 @@ if rank == 0:
 
 
 @pytest.mark.slow
-def test_training_goes_on_without_a_lost_machine_and_with_it_again_and_each_sample_counts_once(
+def test_losing_and_regaining_a_machine_still_counts_each_sample_once(
     tmp_path: Path, networks: tuple[str, str]
 ) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
@@ -135,7 +135,7 @@ line.say("done", host)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "restarts"), [("1:2", 1), ("2", 0), ("2", 1)])
-def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set_and_taken_back(
+def test_a_cut_off_machine_is_given_up_after_the_set_time_and_taken_back(
     tmp_path: Path, networks: tuple[str, str], nodes: str, restarts: int
 ) -> None:
     (tmp_path / "wait.py").write_text(WAITING)
@@ -334,7 +334,7 @@ unisono.barrier()
 @pytest.mark.slow
 @pytest.mark.parametrize("named", ["", LOOPBACK])
 @pytest.mark.parametrize("endpoint", ["outward", "loopback"])
-def test_gloo_listens_at_the_interface_that_leads_to_the_endpoint_or_is_named(
+def test_gloo_listens_at_the_named_interface_or_the_one_to_the_endpoint(
     endpoint: str, named: str, tmp_path: Path
 ) -> None:
     outward = address_towards(OTHER, 1)

@@ -284,7 +284,7 @@ def test_a_file_that_keeps_no_secret_is_refused(home: Path) -> None:
                 secret_of_run(given, "run", "127.0.0.1:29400", 2)
 
 
-def test_agents_of_one_machine_that_start_together_agree_on_a_file_that_nobody_else_reads(home: Path) -> None:
+def test_agents_started_together_on_a_machine_share_a_private_secret_file(home: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         found = [*pool.map(lambda _: secret_of_run(None, "run", "127.0.0.1:29400", 2), range(64))]
     assert len({*found}) == 1
@@ -427,7 +427,7 @@ except Exception as error:
 
 
 @pytest.mark.slow
-def test_who_writes_in_the_place_of_a_reason_lets_no_rank_wait_for_one_that_has_failed(tmp_path: Path) -> None:
+def test_a_stranger_overwriting_the_reason_leaves_no_rank_waiting(tmp_path: Path) -> None:
     port = free_port()
     shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "UNISONO_RDZV_SECRET": "secret" * 10}

@@ -180,9 +180,7 @@ def test_a_killed_worker_costs_no_step_that_all_have_copied(
         assert machines.ended(2) == expected
 
 
-def test_an_agent_that_is_killed_and_started_again_is_sent_what_the_other_has(
-    tmp_path: Path, ear: Ear, expected: str
-) -> None:
+def test_a_killed_and_restarted_agent_is_sent_the_others_snapshot(tmp_path: Path, ear: Ear, expected: str) -> None:
     stands = {0: ("b", 3), 1: ("b", 5)}
     machines = Machines(tmp_path, ear, "ddp", stands, "-n", "2", "--nnodes", "2", kind="virtual")
     with running(machines, "a", "b") as (_, second):
@@ -198,7 +196,7 @@ def test_an_agent_that_is_killed_and_started_again_is_sent_what_the_other_has(
                 assert machines.ended(4) == expected
 
 
-def test_a_machine_that_is_lost_for_good_costs_nothing_and_one_that_joins_is_sent_the_state(
+def test_losing_a_machine_costs_nothing_and_a_new_one_is_sent_the_state(
     tmp_path: Path, ear: Ear, expected: str
 ) -> None:
     stands = {0: ("a", 2), 1: ("b", 4), 2: ("a", 6)}
@@ -217,7 +215,7 @@ def test_a_machine_that_is_lost_for_good_costs_nothing_and_one_that_joins_is_sen
             assert machines.ended(2) == expected
 
 
-def test_without_virtual_ranks_all_generators_go_on_unless_a_machine_was_lost(tmp_path: Path, ear: Ear) -> None:
+def test_without_virtual_ranks_generators_go_on_unless_a_machine_is_lost(tmp_path: Path, ear: Ear) -> None:
     def digest_of(name: str, stands: dict[int, tuple[str, int]]) -> tuple[str, str]:
         directory = tmp_path / name
         directory.mkdir()
@@ -247,7 +245,7 @@ def test_without_virtual_ranks_all_generators_go_on_unless_a_machine_was_lost(tm
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_of_a_divided_state_whose_machine_is_lost_the_next_machine_has_a_copy(
+def test_the_next_machine_has_a_copy_of_a_lost_machines_divided_state(
     tmp_path: Path, ear: Ear, strategy: str, expected: str
 ) -> None:
     stands = {0: ("b", 3), 1: ("b", 5)}
@@ -265,9 +263,7 @@ def test_of_a_divided_state_whose_machine_is_lost_the_next_machine_has_a_copy(
                 assert machines.ended(4) == expected
 
 
-def test_of_three_machines_two_neighbours_that_are_lost_fall_back_to_the_disk(
-    tmp_path: Path, ear: Ear, expected: str
-) -> None:
+def test_losing_two_neighbours_of_three_machines_falls_back_to_disk(tmp_path: Path, ear: Ear, expected: str) -> None:
     stands = {0: ("a", 2), 1: ("b", 4)}
     machines = Machines(tmp_path, ear, "zero1", stands, "-n", "1", "--nnodes", "3", kind="virtual")
     with ExitStack() as stack:
@@ -290,9 +286,7 @@ def test_of_three_machines_two_neighbours_that_are_lost_fall_back_to_the_disk(
         assert any("no snapshot is complete: of the newest, of step " in each.end()[2] for each in told)
 
 
-def test_of_a_state_that_each_machine_has_divided_among_its_ranks_one_machine_suffices(
-    tmp_path: Path, ear: Ear
-) -> None:
+def test_one_machine_suffices_when_each_divides_the_state_among_its_ranks(tmp_path: Path, ear: Ear) -> None:
     stands = {0: ("b", 3), 1: ("a", 5)}
     machines = Machines(tmp_path, ear, "replicas", stands, "-n", "2", "--nnodes", "2", kind="plain")
     with running(machines, "a", "b") as (_, second):
@@ -315,7 +309,7 @@ def test_ranks_of_several_machines_go_back_together(tmp_path: Path, ear: Ear, st
 
 
 @pytest.mark.parametrize("loses", ["worker", "agent"])
-def test_one_machine_saves_the_last_snapshot_of_a_run_that_ends_with_an_error(
+def test_one_machine_saves_the_last_snapshot_of_a_failing_run(
     tmp_path: Path, ear: Ear, loses: str, expected: str
 ) -> None:
     stands = {0: ("b" if loses == "worker" else "a", 3)}
@@ -396,7 +390,7 @@ def test_a_worker_killed_at_any_call_costs_at_most_one_step(tmp_path: Path, ear:
 
 @pytest.mark.parametrize(("strategies", "most"), [(["ddp"], 1), (["zero1", "fsdp"], 2)])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_agent_killed_at_any_call_costs_one_step_or_two_of_a_divided_state(
+def test_an_agent_killed_at_any_call_costs_one_or_two_steps(
     tmp_path: Path, ear: Ear, seed: int, strategies: Sequence[str], most: int, expected: str
 ) -> None:
     source = KILLED.format(run=drawn(seed, strategies, ["launcher", "launcher", "worker"], 1))

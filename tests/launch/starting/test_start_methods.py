@@ -27,7 +27,7 @@ spawn(work, nprocs=2, start_method="spawn", grace_s=0.5)
 )
 
 
-def test_a_fresh_interpreter_runs_what_the_caller_defines_and_what_starts_it_has_imported_nothing():
+def test_a_fresh_interpreter_runs_local_code_and_its_starter_stays_bare():
     offset = 10
 
     def look():
@@ -44,7 +44,7 @@ def test_a_fresh_interpreter_runs_what_the_caller_defines_and_what_starts_it_has
     assert zygote_pid("spawn") not in (None, zygote_pid())
 
 
-def test_a_death_and_an_error_are_reported_as_ever_and_the_group_is_restarted_between():
+def test_deaths_and_errors_are_reported_and_the_group_restarts_in_between():
     def fail(index):
         current_world().comm.barrier()
         if index == 1 and current_world().restart_count == 0:

@@ -67,7 +67,7 @@ def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
 
 
 @pytest.mark.slow
-def test_signals_that_the_caller_blocks_or_ignores_reach_the_workers_all_the_same(new_zygote, line, ear):
+def test_signals_blocked_or_ignored_by_the_caller_still_reach_the_workers(new_zygote, line, ear):
     blocked = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -246,7 +246,7 @@ def test_workers_find_what_was_preloaded_also_after_the_zygote_was_killed(preloa
 
 
 @pytest.mark.slow
-def test_an_import_that_fails_or_starts_threads_is_reported_and_workers_start_all_the_same(tmp_path):
+def test_a_preload_that_fails_or_starts_threads_is_reported_but_not_fatal(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit('no licence')\n")
     (tmp_path / "waits.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"

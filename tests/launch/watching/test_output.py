@@ -234,7 +234,7 @@ def test_a_question_is_shown_before_its_line_is_over(pipe, shown):
     output.close()
 
 
-def test_the_last_words_of_a_killed_worker_are_whole_and_the_next_line_stands_for_itself(shown, run):
+def test_a_killed_workers_last_words_are_complete_on_their_own_line(shown, run):
     output = WorkerOutput(options.Output(), run, *shown.fds)
     code = """
         import os, signal
@@ -288,7 +288,7 @@ def test_a_stopped_terminal_stops_who_writes_to_it_and_not_the_end(kind, request
     assert read_until(ours, b"flood")
 
 
-def test_a_full_stream_that_does_not_block_is_waited_for_in_a_process_with_many_open_files(pipe, shown):
+def test_a_full_nonblocking_stream_is_waited_for_even_with_many_open_files(pipe, shown):
     reading, writing = pipe
     os.set_blocking(writing, False)
     with many_open_files():
@@ -306,7 +306,7 @@ def test_a_broken_pipe_is_silent_and_the_files_go_on(pipe, shown, run):
     assert log_file(run, 0, "stderr").stat().st_size == 1_000_000
 
 
-def test_a_descriptor_that_the_caller_closes_is_not_written_to_as_another_file(tmp_path, shown, run):
+def test_a_descriptor_the_caller_closed_is_not_written_to_as_another_file(tmp_path, shown, run):
     output = WorkerOutput(options.Output(), run, *shown.fds)
     os.close(shown.fds[1])
     shown.fds[1] = os.open(tmp_path / "precious", os.O_WRONLY | os.O_CREAT)  # gets the number
@@ -349,7 +349,7 @@ def test_a_stray_that_holds_a_pipe_does_not_hold_the_end(shown, stray):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_what_was_written_before_the_end_is_passed_on_though_the_time_for_it_is_over(shown):
+def test_output_before_the_end_is_passed_on_even_after_the_time_is_up(shown):
     output = WorkerOutput(options.Output(), None, *shown.fds)
     os.write(output.open(0)[1], b"last words\n")
     output.close(0.0)
@@ -387,7 +387,7 @@ def test_the_end_comes_at_once_and_leaves_nothing_whatever_was_opened(shown, run
 # The directory of a run.
 
 
-def test_a_run_is_named_by_time_and_process_and_latest_leads_to_the_last_one(tmp_path):
+def test_runs_are_named_by_time_and_process_and_latest_links_to_the_last(tmp_path):
     paths = [make_log_directory(tmp_path / "logs" / "here", name) for name in ("", name_run("a"), "")]
     assert make_log_directory(tmp_path / "logs" / "here", paths[2].name) == paths[2], "of another machine of the run"
     assert len({*paths}) == 3
@@ -397,7 +397,7 @@ def test_a_run_is_named_by_time_and_process_and_latest_leads_to_the_last_one(tmp
     assert log_file(paths[0], 3, "stderr") == paths[0] / "rank-3.stderr"
 
 
-def test_a_log_dir_that_cannot_be_is_refused_in_the_error_s_own_type_with_a_way_out(tmp_path):
+def test_an_impossible_log_dir_is_refused_with_its_own_error_and_a_way_out(tmp_path):
     (tmp_path / "file").write_text("")
     for log_dir in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(NotADirectoryError, match=rf"log_dir='{log_dir}' cannot hold .* pass a directory"):

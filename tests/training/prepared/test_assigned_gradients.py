@@ -57,7 +57,7 @@ def by_formula(accelerator: Any, loader: DataLoader[Any]) -> State:
 
 
 @MODES
-def test_models_that_run_with_other_parameters_weigh_their_own_gradients_once(mode: Mode) -> None:
+def test_models_run_with_other_parameters_weigh_their_own_gradients_once(mode: Mode) -> None:
     lines = {each.__name__: steps(each) for each in (learned_to_learn, with_first_order_steps)}
     compare(mode, {**lines, "formula": by_formula})
 
@@ -74,7 +74,7 @@ def learned_on_parts(accelerator: Any, network: Any, batch: Any, reduces: bool =
 
 
 @SEVERAL
-def test_a_step_of_a_task_that_is_spread_over_ranks_is_that_of_all_its_samples_where_it_is_reduced(mode: Mode) -> None:
+def test_a_task_spread_over_ranks_steps_on_all_samples_only_if_reduced(mode: Mode) -> None:
     with pytest.raises(AssertionError, match="not close"):  # each rank's own step is not a part of that of all
         compare(mode, steps(learned_on_parts), samples=24)
     compare(mode, steps(partial(learned_on_parts, reduces=True)), samples=24)
@@ -115,7 +115,7 @@ def added_up(accelerator: Any, loader: DataLoader[Any]) -> State:
 
 
 @MODES
-def test_gradients_of_several_batches_are_added_up_by_hand_where_the_batches_were_dealt_alike(mode: Mode) -> None:
+def test_gradients_of_evenly_dealt_batches_can_be_added_up_by_hand(mode: Mode) -> None:
     compare(mode, added_up, samples=24)
 
 
@@ -149,7 +149,7 @@ def added(order: str, in_place: bool, clips: bool = False) -> Any:
 
 
 @MODES
-def test_gradients_that_are_added_to_those_of_a_backward_pass_are_reduced_too(mode: Mode) -> None:
+def test_gradients_added_to_those_of_a_backward_pass_are_reduced_too(mode: Mode) -> None:
     orders = itertools.product(("before", "after", "twice"), (False, True), (False, True))
     compare(mode, {str(order): added(*order) for order in orders})
 

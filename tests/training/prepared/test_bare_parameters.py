@@ -136,14 +136,14 @@ def two_losses(accelerator: Any, loader: DataLoader[Any], is_together: bool = Fa
 
 
 @SEVERAL
-def test_losses_of_batches_that_count_differently_take_a_backward_pass_each(mode: Mode) -> None:
+def test_losses_of_unequally_counting_batches_need_a_backward_pass_each(mode: Mode) -> None:
     compare(mode, two_losses)
     for error in mode.told(lambda: two_losses(Accelerator(), loader_of(23, 3), is_together=True)):
         assert "call accelerator.backward(loss, batch=batch) for the loss of each" in error
 
 
 @SEVERAL
-def test_they_are_the_same_tensors_with_rank_zeros_values_and_may_be_prepared_again(mode: Mode) -> None:
+def test_bare_parameters_stay_the_same_tensors_and_take_rank_zeros_values(mode: Mode) -> None:
     def body() -> list[float]:
         scale, shift = bare(1.0 + rank()), nn.Parameter(torch.ones(2) * rank())
         for _ in range(2):
@@ -336,7 +336,7 @@ def scaled_losses(accelerator: Accelerator) -> tuple[Any, list[torch.Tensor], li
     return optimizer, [(network(each[0]) * scale - each[1]).square().mean() for each in batches], batches
 
 
-def test_zero_grad_between_a_forward_and_its_backward_pass_makes_no_microbatch_of_it() -> None:
+def test_zero_grad_between_forward_and_backward_makes_no_microbatch() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     optimizer, (_, loss), _ = scaled_losses(accelerator)
     optimizer.zero_grad()
@@ -344,7 +344,7 @@ def test_zero_grad_between_a_forward_and_its_backward_pass_makes_no_microbatch_o
     assert not accelerator.sync_gradients
 
 
-def test_a_pass_that_was_counted_for_the_batch_of_another_forward_is_refused_and_the_way_out_counts_it_once() -> None:
+def test_a_pass_counted_for_another_batch_must_name_its_own() -> None:
     _, (loss, _), batches = scaled_losses(accelerator := Accelerator(gradient_accumulation_steps=2))
     with pytest.raises(ValueError, match=r"its loss is of another one; name it, accelerator.backward\(loss, batch="):
         accelerator.backward(loss)

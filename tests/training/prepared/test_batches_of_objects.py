@@ -149,7 +149,7 @@ def test_a_batch_that_is_an_object_is_known_by_the_memory_of_what_it_holds(mode:
 @pytest.mark.parametrize(
     "collate", [partial(graphs, Fields), packed, partial(graphs, Stored)], ids=["fields", "packed", "object"]
 )
-def test_a_batch_that_only_repeats_others_weighs_nothing_whatever_its_weight(mode: Mode, collate: Any) -> None:
+def test_a_batch_that_only_repeats_others_counts_nothing_at_any_weight(mode: Mode, collate: Any) -> None:
     def give(loader: Any, batch: Any) -> Any:
         return {"weight": len(batch.data if isinstance(batch, PackedSequence) else batch.x)}
 
@@ -164,7 +164,7 @@ def loss_of_views(network: Any, batch: Any) -> torch.Tensor:
     return loss_of_tokens(network, batch)
 
 
-def test_where_it_may_be_another_batch_it_is_an_error_and_each_of_its_ways_out_is_one() -> None:
+def test_an_ambiguous_batch_is_an_error_and_each_of_its_ways_out_works() -> None:
     collate = partial(graphs, Stored)
     number_of = lambda batch: 2 * len(batch.x)  # noqa: E731
     ways: list[Callable[..., Any]] = [

@@ -113,7 +113,7 @@ def test_where_batch_norm_gets_one_sample_the_error_says_what_helps(mode: Mode, 
         ),
     ],
 )
-def test_where_each_batch_gives_batch_norm_one_sample_the_error_says_how_many_are_needed(
+def test_if_batch_norm_gets_one_sample_the_error_says_how_many_it_needs(
     options: Any, batch_size: int, advice: str
 ) -> None:
     def body() -> None:

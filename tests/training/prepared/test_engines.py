@@ -41,7 +41,7 @@ def test_a_step_without_gradients_is_an_error_that_says_so(strategy):
     PROCESSES_2.run(body)
 
 
-def test_parameters_unused_on_one_rank_are_named_and_the_others_do_not_wait_on():
+def test_parameters_unused_on_one_rank_are_named_and_no_rank_keeps_waiting():
     def body():
         network = Accelerator().prepare(fork())
         ways = ("left", "right") if current_world().rank else ("left",)
@@ -104,7 +104,7 @@ class Inherited(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("strategy", [ZeRO1, FSDP])
-def test_an_optimizer_that_may_look_at_all_parameters_is_refused_unless_it_is_said_not_to(strategy):
+def test_an_optimizer_must_be_known_or_declared_to_be_elementwise(strategy):
     def body():
         network = model()
         accelerator = Accelerator(strategy=strategy())

@@ -83,7 +83,7 @@ def test_a_save_by_one_rank_alone_is_told_that_all_ranks_take_part(mode: Mode, t
 
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-def test_loops_of_all_ranks_at_different_times_and_of_a_plain_loader_are_none(mode: Mode, tmp_path: Path) -> None:
+def test_loops_at_different_times_or_over_plain_loaders_are_not_lone_loops(mode: Mode, tmp_path: Path) -> None:
     def body() -> int:
         _, loader = prepared()
         plain = DataLoader(TensorDataset(torch.arange(12)), 3)

@@ -250,7 +250,7 @@ def test_they_do_where_each_batch_is_a_step(mode: Mode) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_where_a_batch_cannot_be_told_and_matters_an_error_names_the_way_out(mode: Mode, accumulate: int) -> None:
+def test_a_batch_that_matters_but_is_ambiguous_is_an_error_with_a_way_out(mode: Mode, accumulate: int) -> None:
     def body() -> None:
         accelerator = Accelerator(gradient_accumulation_steps=accumulate)
         network, optimizer, loader = prepared(accelerator, loader_of(23, 3))
@@ -272,7 +272,7 @@ def test_where_a_batch_cannot_be_told_and_matters_an_error_names_the_way_out(mod
 
 
 @PAIRS
-def test_backward_passes_that_go_past_the_prepared_model_are_weighed_and_reduced_too(mode: Mode) -> None:
+def test_backward_passes_around_the_prepared_model_are_weighed_and_reduced(mode: Mode) -> None:
     def past(accelerator: Any, network: Any, batch: Any) -> None:
         mean_loss(getattr(network, "module", network), batch).backward()
 
@@ -317,7 +317,7 @@ def test_what_is_left_of_a_loop_that_is_not_prepared_is_told_of(
 
 
 @PAIRS
-def test_noise_of_a_fixed_size_is_an_error_of_which_each_way_out_counts_the_batch(mode: Mode) -> None:
+def test_fixed_size_noise_is_an_error_and_each_way_out_counts_the_batch(mode: Mode) -> None:
     def train(rows: int | None, is_named: bool) -> float:
         accelerator, (maker, critic) = Accelerator(), gan()
         maker, critic, optimizer, loader = accelerator.prepare(maker, critic, sgd(maker.parameters()), loader_of(5, 4))

@@ -57,7 +57,7 @@ def test_metrics_of_a_collection_gather_states_of_different_sizes(mode: Mode) ->
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 @pytest.mark.parametrize("call", ["update", "forward"])
-def test_rows_of_all_ranks_are_refused_unless_the_metric_leaves_gathering_to_the_loop(mode: Mode, call: str) -> None:
+def test_a_metric_refuses_gathered_rows_unless_it_does_not_gather_itself(mode: Mode, call: str) -> None:
     def body() -> float:
         accelerator = Accelerator()
         loader, own, apart = accelerator.prepare(

@@ -278,7 +278,7 @@ def test_labels_of_two_loaders_side_by_side_count_as_their_own_do(mode):
     assert mode.run(body) == [[list(range(12)), list(range(11))]] * mode.ranks
 
 
-def test_values_of_two_batches_that_count_differently_are_an_error_on_all_ranks():
+def test_values_of_unequally_counting_batches_are_an_error_on_all_ranks():
     def body():
         accelerator = Accelerator()
         first, second = (accelerator.prepare(DeviceLoader(numbers(*size), tail="pad")) for size in ((12, 3), (11, 3)))

@@ -17,7 +17,7 @@ SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 
 
 @SEVERAL
-def test_what_backward_by_hand_has_left_is_stepped_on_by_optimizer_step_alone(mode: Mode) -> None:
+def test_after_backward_by_hand_only_optimizer_step_may_take_the_step(mode: Mode) -> None:
     def body() -> None:
         network = model()
         optimizer = sgd(network.parameters())
@@ -34,7 +34,7 @@ def test_what_backward_by_hand_has_left_is_stepped_on_by_optimizer_step_alone(mo
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["after a backward pass", "before any"])
 @SEVERAL
-def test_gradients_that_were_assigned_are_stepped_on_by_prepared_optimizers_alone(mode: Mode, is_first: bool) -> None:
+def test_only_prepared_optimizers_step_on_assigned_gradients(mode: Mode, is_first: bool) -> None:
     def body() -> None:
         accelerator, network = Accelerator(), model()
         network, loader = accelerator.prepare(network, loader_of(24, 3))
@@ -61,7 +61,7 @@ def test_an_optimizer_past_what_its_steps_were_asked_to_do_is_refused() -> None:
         optimizer.step()
 
 
-def test_alone_and_without_accumulation_an_optimizer_may_step_within_the_backward_pass() -> None:
+def test_without_accumulation_a_lone_rank_may_step_in_the_backward_pass() -> None:
     """As in torch's tutorial on memory: each parameter steps when its gradient is there."""
     network = model()
     optimizers = {each: sgd([each]) for each in network.parameters()}
@@ -91,7 +91,7 @@ class _Fails(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_a_reduction_that_failed_is_not_taken_up_again_and_a_new_attempt_is_exact(strategy: str) -> None:
+def test_a_failed_reduction_is_not_resumed_and_a_new_attempt_is_exact(strategy: str) -> None:
     def body() -> State:
         accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
         network, _, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
@@ -142,7 +142,7 @@ def test_an_optimizer_of_a_model_that_was_left_out_is_refused(mode: Mode, is_rel
         assert "the SGD steps parameters that were not prepared, and the gradient of its parameter 0 is" in error
 
 
-def test_under_fsdp_an_optimizer_of_the_parameters_before_prepare_is_refused() -> None:
+def test_under_fsdp_an_optimizer_of_the_unprepared_parameters_is_refused() -> None:
     def body() -> None:
         accelerator, network = Accelerator(strategy="fsdp"), model()
         optimizer = sgd(network.parameters())
@@ -155,7 +155,7 @@ def test_under_fsdp_an_optimizer_of_the_parameters_before_prepare_is_refused() -
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_scheduler_that_is_not_prepared_sets_the_rates_of_the_prepared_optimizer(strategy: str) -> None:
+def test_an_unprepared_scheduler_sets_the_prepared_optimizers_rates(strategy: str) -> None:
     def body() -> list[float]:
         accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
         optimizer = sgd(network.parameters())
@@ -177,7 +177,7 @@ def test_a_scheduler_that_is_not_prepared_sets_the_rates_of_the_prepared_optimiz
     assert PROCESSES_2.run(body) == [[0.05, 0.025]] * 2
 
 
-def test_an_optimizer_whose_state_zero1_has_divided_is_not_prepared_again_without_it() -> None:
+def test_an_optimizer_whose_state_zero1_divided_cannot_be_prepared_again() -> None:
     def body() -> None:
         accelerator, network = Accelerator(strategy="zero1"), model()
         optimizer = sgd(network.parameters())

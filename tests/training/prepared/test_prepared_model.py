@@ -97,7 +97,7 @@ def test_hooks_of_the_module_and_of_the_prepared_model_are_called(prepared):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_an_average_that_is_prepared_beside_the_model_is_that_of_one_device(strategy):
+def test_an_average_prepared_beside_the_model_matches_one_device(strategy):
     def lines(accelerator, loader):
         network = model()
         average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -136,7 +136,7 @@ def test_a_prepared_model_that_is_pickled_says_how_to_save_it():
         torch.save(Accelerator().prepare(Scaled()), io.BytesIO())
 
 
-def test_under_fsdp_a_whole_state_is_loaded_and_parts_taken_outside_say_what_to_do():
+def test_under_fsdp_a_whole_state_loads_and_a_stray_part_says_what_to_do():
     def body():
         network = Accelerator(strategy="fsdp").prepare(Scaled())
         state = {name: torch.full_like(each, place) for place, (name, each) in enumerate(Scaled().state_dict().items())}

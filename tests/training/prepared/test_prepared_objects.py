@@ -52,7 +52,7 @@ def test_one_object_gives_one_object_and_named_tuples_stay():
 
 
 @pytest.mark.parametrize("odd", [3, "text", torch.ones(2), {"a": 1}, object()], ids=lambda odd: type(odd).__name__)
-def test_an_unknown_object_is_named_by_class_and_position_and_nothing_has_changed(odd):
+def test_an_unknown_object_is_named_by_class_and_position_without_a_change(odd):
     accelerator, network = Accelerator(), model()
     with pytest.raises(TypeError, match=rf"object at position 1\[1\] is of type {type(odd).__name__}, which cannot"):
         accelerator.prepare(network, [None, odd])
@@ -96,7 +96,7 @@ def test_a_scheduler_whose_optimizer_is_not_prepared_is_an_error():
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "ddp"])
-def test_schedulers_made_of_others_steer_the_optimizer_that_takes_the_others_place(strategy):
+def test_chained_and_sequential_schedulers_steer_the_prepared_optimizer(strategy):
     def rates(kind):
         accelerator, network = Accelerator(strategy=strategy), model()
         optimizer = sgd(network.parameters())

@@ -56,7 +56,7 @@ def test_max_grad_norm_is_clipping_by_hand(mode):
 
 
 @pytest.mark.parametrize("pair", [THREADS_2, PROCESSES_2], ids=str)
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_the_scheduler_waits(pair):
+def test_an_overflow_on_one_rank_skips_step_and_scheduler_on_all(pair):
     def body():
         accelerator = Accelerator(mixed_precision="fp16")
         network = nn.Linear(4, 1)
@@ -118,7 +118,7 @@ def test_reduced_precision_is_close_and_forward_passes_run_in_it(precision, mode
         torch.testing.assert_close(state, network.state_dict(), rtol=0.02, atol=0.01)
 
 
-def test_two_optimizers_share_the_scaler_and_a_clipped_batch_may_be_left_out():
+def test_two_optimizers_share_the_scaler_and_may_skip_a_clipped_batch():
     accelerator = Accelerator(mixed_precision="fp16")
     first, second = nn.Linear(3, 3), nn.Linear(3, 1)
     first, second, of_first, of_second, loader = accelerator.prepare(
@@ -136,7 +136,7 @@ def test_two_optimizers_share_the_scaler_and_a_clipped_batch_may_be_left_out():
     assert accelerator.scaler.get_scale() == 65536
 
 
-def test_plain_backward_passes_under_fp16_are_refused_with_a_loader_and_without():
+def test_under_fp16_plain_backward_is_refused_with_or_without_a_loader():
     accelerator, network = Accelerator(mixed_precision="fp16"), model().float()
     network, optimizer, loader = accelerator.prepare(
         network, torch.optim.SGD(network.parameters(), lr=0.1), loader_of(8, 2)

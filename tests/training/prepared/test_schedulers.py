@@ -172,7 +172,7 @@ def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: 
 
 
 @pytest.mark.parametrize("unit", ["batch", "device_step"])
-def test_a_schedule_that_is_too_short_for_what_it_counts_says_so_and_ends_where_that_is_mended(unit: str) -> None:
+def test_a_schedule_too_short_for_its_unit_says_so_and_both_fixes_work(unit: str) -> None:
     def make(optimizer, loader):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(loader))
 
@@ -221,7 +221,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
-def test_where_it_is_not_known_what_a_schedule_counts_the_error_names_the_lengths(mode: Mode, name: str) -> None:
+def test_if_a_schedules_unit_is_unknown_the_error_names_the_lengths(mode: Mode, name: str) -> None:
     make, options = UNKNOWN[name]
 
     def body() -> str:
@@ -260,7 +260,7 @@ def test_a_constant_schedule_needs_no_unit(mode: Mode, options: dict[str, int], 
 
 
 @pytest.mark.parametrize("name", NOT_CONSTANT)
-def test_a_schedule_that_is_constant_for_a_while_is_asked_for_its_unit_at_once(name: str) -> None:
+def test_a_temporarily_constant_schedule_is_asked_for_its_unit_at_once(name: str) -> None:
     with pytest.raises(ValueError, match="it is unknown what the"):
         rates_in(NOT_CONSTANT[name], gradient_accumulation_steps=2)
 
@@ -353,7 +353,7 @@ def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mo
 @pytest.mark.parametrize("place", ["after each batch", "after the loop", "nowhere"])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"split_batches": True}], ids=str)
 @MODES
-def test_one_that_was_left_out_is_named_where_one_device_would_step_it_otherwise(mode, options, place) -> None:
+def test_an_unprepared_scheduler_is_named_where_one_device_would_differ(mode, options, place) -> None:
     def body() -> str:
         accelerator, network = Accelerator(**options, schedule_unit="step"), model()
         optimizer = sgd(network.parameters())

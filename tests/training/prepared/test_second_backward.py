@@ -165,7 +165,7 @@ def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(
     check(steps(learn, lambda: units(kind)), strategy, accumulate)
 
 
-def test_batches_that_meet_before_a_checkpoint_reaches_parameters_are_refused() -> None:
+def test_batches_that_meet_before_a_reentrant_checkpoint_are_refused() -> None:
     class Bypassed(AllCheckpointed):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             # The last of the forward passes comes first in the backward pass, and reaches no parameters.
@@ -186,7 +186,7 @@ def test_batches_that_meet_before_a_checkpoint_reaches_parameters_are_refused() 
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_backward_pass_that_failed_is_none_that_the_next_one_is_a_part_of(strategy: str) -> None:
+def test_a_failed_backward_pass_does_not_absorb_the_next_one(strategy: str) -> None:
     def fail(_: torch.Tensor) -> None:
         raise ValueError("once")
 
@@ -219,7 +219,7 @@ def upstream(accelerator: Any, loader: DataLoader[Any]) -> State:
 
 
 @STRATEGIES
-def test_penalties_on_gradients_are_those_of_the_whole_batch_under_every_strategy(strategy: str) -> None:
+def test_gradient_penalties_match_the_whole_batch_under_every_strategy(strategy: str) -> None:
     lines = LINES if strategy != "fsdp" else (straight, with_a_penalty_on_parameters)
     loops = [*(steps(each, units) for each in lines), *[upstream] * (strategy != "fsdp")]
     ranks = in_workers(lambda: [loop(Accelerator(strategy=strategy), loader_of(23, 3)) for loop in loops])
@@ -256,7 +256,7 @@ def test_gradients_of_parameters_elsewhere_are_refused_under_fsdp() -> None:
         assert "let loss.backward() leave them in .grad, or use strategy='ddp'" in each
 
 
-def test_a_penalty_on_parts_of_parameters_is_refused_where_it_would_count_wrongly() -> None:
+def test_a_penalty_on_parameter_shards_is_refused_if_it_would_miscount() -> None:
     def in_the_loss(accelerator: Any, network: Any, batch: list[torch.Tensor]) -> None:
         accelerator.backward(mean_loss(network, batch) + sum(each.pow(2).sum() for each in network.parameters()))
 
@@ -267,7 +267,7 @@ def test_a_penalty_on_parts_of_parameters_is_refused_where_it_would_count_wrongl
     )
 
 
-def test_a_loss_past_all_outputs_is_refused_under_fsdp_and_the_way_out_is_one() -> None:
+def test_under_fsdp_a_loss_past_all_outputs_is_refused_with_a_way_out() -> None:
     class Hiding(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             self.hidden = super().forward(inputs)

@@ -44,7 +44,7 @@ KEPT = []
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize(("is_plain", "every"), [(False, 1), (False, 2), (True, 1)])
 @pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
-def test_it_does_not_matter_when_a_rank_collects_an_optimizer_that_was_replaced(
+def test_it_does_not_matter_when_a_rank_collects_a_replaced_optimizer(
     mode: Mode, is_plain: bool, every: int, strategy: str
 ) -> None:
     if (mode == THREADS_2 or is_plain) and strategy != "ddp":

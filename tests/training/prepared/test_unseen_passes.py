@@ -70,7 +70,7 @@ def hidden(loss: Callable[..., torch.Tensor]) -> Lines:
 
 
 @MODES
-def test_torch_clips_the_gradients_of_the_step_after_a_pass_that_no_output_shows(mode: Mode) -> None:
+def test_torch_clips_the_right_gradients_after_a_pass_no_output_shows(mode: Mode) -> None:
     compare(mode, {what: hidden(loss) for what, loss in HIDDEN.items()}, samples=EVEN)
 
 
@@ -158,7 +158,7 @@ def with_new_group(accelerator: Any, loader: DataLoader[Any]) -> State:
 
 
 @MODES
-def test_an_optimizer_may_be_given_the_parameters_of_another_prepared_model(mode: Mode) -> None:
+def test_an_optimizer_may_be_given_another_prepared_models_parameters(mode: Mode) -> None:
     compare(mode, with_new_group, samples=EVEN)
 
 

@@ -114,7 +114,7 @@ assert all(each.__doc__ for each in (Engine, Strategy, Options, buckets))
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_options_without_a_name_or_a_strategy_are_refused_where_they_are_defined() -> None:
+def test_options_without_a_name_or_a_strategy_are_refused() -> None:
     with pytest.raises(TypeError, match="Nameless lacks what names it; give the class a name and a strategy"):
 
         class Nameless(Options):

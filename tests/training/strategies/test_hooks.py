@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_whole_batch_however_it_was_dealt(mode, dtype
 
 
 @pytest.mark.skipif(TAKES_COMPLEX, reason="this torch takes complex gradients")
-def test_complex_gradients_are_refused_where_torch_would_reduce_them_wrongly():
+def test_complex_gradients_are_refused_where_torch_reduces_them_wrongly():
     def body() -> None:
         ddp = hooked(None, dtype=torch.complex128)
         loss_of(ddp, own_part(batch(torch.complex128))).backward()
@@ -113,7 +113,7 @@ def test_complex_gradients_are_refused_where_torch_would_reduce_them_wrongly():
         PROCESSES_2.run(body)
 
 
-def test_compressed_gradients_are_near_the_exact_ones_and_equal_on_all_ranks(mode):
+def test_compressed_gradients_are_close_to_exact_and_equal_on_all_ranks(mode):
     def body() -> dict[tuple[str, torch.dtype], Gradients]:
         found = {}
         for name in ("fp16", "bf16"):
@@ -147,7 +147,7 @@ def test_a_gradient_too_large_for_fp16_is_infinite_on_all_ranks():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU torch's PowerSGD takes GPUs' gradients only")
-def test_a_hook_of_the_users_gets_weighted_gradients_as_torchs_powersgd_exact_to_its_rank(mode):
+def test_a_custom_hook_gets_weighted_gradients_like_torchs_powersgd(mode):
     def body() -> list[list[Gradients]]:
         runs = []
         for rank in (11, 1):  # 11 samples make gradients of rank 11 at most

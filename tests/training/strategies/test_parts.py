@@ -140,7 +140,7 @@ def test_a_write_to_what_is_gathered_until_the_backward_pass_is_refused(when: st
         )
 
 
-def test_layers_that_are_initialised_again_are_those_of_one_device_and_of_rank_zero() -> None:
+def test_reinitialised_layers_match_one_device_and_rank_zero() -> None:
     def body() -> list[torch.Tensor]:
         found = []
         for seed in (3, rank()):
@@ -164,7 +164,7 @@ def test_layers_that_are_initialised_again_are_those_of_one_device_and_of_rank_z
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_of_whole_tensors_that_differ_by_rank_those_of_rank_zero_are_written() -> None:
+def test_if_whole_tensors_differ_by_rank_those_of_rank_zero_are_written() -> None:
     def body() -> list[torch.Tensor]:
         network = Accelerator(strategy="fsdp").prepare(squared())
         network.load_state_dict({"weight": torch.full((ROWS, COLUMNS), 1.0 + rank()), "bias": torch.ones(ROWS)})
@@ -190,7 +190,7 @@ def test_a_state_of_parts_is_saved_as_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_a_step_of_torchs_optimizers_runs_without_a_call_for_each_operation(make: Any) -> None:
+def test_a_step_of_torchs_optimizers_needs_no_call_per_operation(make: Any) -> None:
     def body() -> tuple[int, int]:
         from unisono.training.strategies.parts import Part
 
@@ -298,7 +298,7 @@ def cut(parameter: Any) -> None:
     parameter.grad[[0, 3]] = 0
 
 
-def test_what_waits_for_the_accumulated_gradient_gets_the_reduced_one_under_fsdp() -> None:
+def test_a_post_accumulate_hook_gets_the_reduced_gradient_under_fsdp() -> None:
     def before(accelerator: Any, loader: Any) -> State:
         network = model()
         parameter_of(network).register_post_accumulate_grad_hook(cut)
@@ -319,7 +319,7 @@ def test_what_waits_for_the_accumulated_gradient_gets_the_reduced_one_under_fsdp
     compare(PROCESSES_2, {"before": before, "after": after}, strategy="fsdp")
 
 
-def test_what_waits_for_the_accumulated_gradient_is_refused_where_a_pass_does_not_reduce() -> None:
+def test_a_post_accumulate_hook_is_refused_where_a_pass_does_not_reduce() -> None:
     def body() -> str:
         network = model()
         parameter_of(network).register_post_accumulate_grad_hook(cut)
@@ -401,7 +401,7 @@ def test_gradients_of_different_parameters_are_not_mixed_but_named() -> None:
         assert "Accelerator(strategy=unisono.strategies.FSDP(find_unused_parameters=True))" in said
 
 
-def test_parameters_that_all_ranks_leave_out_or_use_in_another_order_need_no_option_under_fsdp() -> None:
+def test_under_fsdp_unused_or_reordered_parameters_need_no_option() -> None:
     def body() -> State:
         accelerator = Accelerator(strategy="fsdp", gradient_accumulation_steps=2)
         network, optimizer = accelerator.prepare(network := experts(), sgd(network.parameters()))

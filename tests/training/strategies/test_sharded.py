@@ -165,7 +165,7 @@ def test_clipping_takes_the_norm_over_all_ranks_for_each_kind_of_norm(mode):
         torch.testing.assert_close(gradients, {**gradients_of(twin), "plain": plain.grad}, **CLOSE)
 
 
-def test_a_gradient_that_is_no_number_on_one_rank_makes_the_norm_none_on_all():
+def test_a_nan_gradient_on_one_rank_makes_the_norm_nan_on_all_ranks():
     def body() -> list[float]:
         model = sharded()
         loss_of(model, *own_part()).backward()
@@ -202,7 +202,7 @@ def of_size(millions: float) -> nn.Module:
     return nn.Linear(int(millions * SMALLEST_UNIT / 1024), 1024, bias=False)
 
 
-def test_units_are_the_large_elements_of_lists_that_share_nothing_with_the_rest():
+def test_units_are_the_large_list_elements_that_share_nothing():
     with torch.device("meta"):
         inner = nn.Sequential(of_size(2), of_size(0.1))
         shared, alone = nn.Sequential(of_size(1)), nn.Sequential(of_size(1))

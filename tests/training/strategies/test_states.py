@@ -128,7 +128,7 @@ def saved_under_each_strategy(mode: Mode) -> dict[tuple[str, str], Saved]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("savers", "loaders"), [(PROCESSES_2, PROCESSES_4), (PROCESSES_4, PROCESSES_2)], ids=str)
-def test_what_a_strategy_saves_is_the_plain_state_and_goes_on_under_each_other(savers: Mode, loaders: Mode) -> None:
+def test_a_strategy_saves_the_plain_state_and_it_continues_under_any_other(savers: Mode, loaders: Mode) -> None:
     every = saved_under_each_strategy(savers)
     for (strategy, name), saved in every.items():
         print(f"saved by {strategy}, {name}")
@@ -156,7 +156,7 @@ def test_what_a_strategy_saves_is_the_plain_state_and_goes_on_under_each_other(s
 @pytest.mark.parametrize(
     ("mode", "strategies"), [(SOLO, ["ddp"]), (THREADS_2, ["ddp"]), (PROCESSES_2, list(STRATEGIES))], ids=str
 )
-def test_a_state_shares_no_memory_with_what_it_was_saved_from_or_loaded_into(mode: Mode, strategies: list[str]) -> None:
+def test_a_state_shares_no_memory_with_its_source_or_destination(mode: Mode, strategies: list[str]) -> None:
     def body() -> bool:
         for strategy in strategies:
             trained = run(strategy, "adam").train(BEFORE)
@@ -200,7 +200,7 @@ def test_a_file_that_every_rank_saves_is_whole_or_an_error(mode: Mode, strategie
         torch.testing.assert_close(torch.load(own), first, rtol=0, atol=0)
 
 
-def test_what_stands_for_a_state_elsewhere_is_empty_passes_between_ranks_and_cannot_be_read() -> None:
+def test_a_states_placeholder_is_empty_travels_and_cannot_be_read() -> None:
     def body() -> State:
         trained = run("fsdp", "sgd").train(1)
         state = trained.accelerator.state_dict(trained.model)

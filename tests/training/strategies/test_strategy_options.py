@@ -71,7 +71,7 @@ def clipped_by_one(size: int) -> State:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_that_lie_in_buckets_are_those_of_the_step_and_lie_there_still(accumulate: int) -> None:
+def test_gradients_in_buckets_are_those_of_the_step_and_stay_there(accumulate: int) -> None:
     def body() -> tuple[State, list[int]]:
         accelerator = Accelerator(
             strategy=DDP(gradient_as_bucket_view=True), gradient_accumulation_steps=accumulate, max_grad_norm=0.1
@@ -91,7 +91,7 @@ def test_gradients_that_lie_in_buckets_are_those_of_the_step_and_lie_there_still
 
 
 @pytest.mark.slow
-def test_groups_of_ranks_that_have_all_parameters_train_as_one_and_clip_by_one_norm() -> None:
+def test_replica_groups_train_as_one_and_clip_by_one_norm() -> None:
     def body() -> tuple[State, State, tuple[int, ...]]:
         chosen = FSDP(units=(nn.Linear,), replicas=2)
         accelerator = Accelerator(strategy=chosen, max_grad_norm=0.1)

@@ -94,7 +94,7 @@ def test_a_step_has_the_bits_of_one_device(strategy: Options, make: Any) -> None
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_training_goes_on_on_another_number_of_ranks_and_from_another_strategy(tmp_path: Any, ranks: int) -> None:
+def test_training_continues_on_other_rank_counts_and_from_other_strategies(tmp_path: Any, ranks: int) -> None:
     def first() -> None:
         held = begin(SHARDED[0])
         train(*held)

@@ -37,7 +37,7 @@ def wrapped_already() -> dict[str, nn.Module]:
 
 
 @STRATEGIES
-def test_who_reduces_or_is_sharded_already_is_refused_and_the_model_inside_is_asked_for(strategy: str) -> None:
+def test_a_wrapped_or_sharded_model_is_refused_asking_for_the_one_inside(strategy: str) -> None:
     def body() -> dict[str, str]:
         accelerator = Accelerator(strategy=strategy)
         return {words: told(lambda m=m: accelerator.prepare(m), ValueError) for words, m in wrapped_already().items()}
@@ -55,7 +55,7 @@ class Viewing(nn.Linear):
         return super().forward(inputs).view(-1)
 
 
-def test_a_view_that_a_model_returns_may_be_changed_in_place_and_nothing_warns_of_it() -> None:
+def test_a_view_a_model_returns_can_be_changed_in_place_without_warning() -> None:
     def train(strategy: str) -> State:
         torch.manual_seed(0)
         network = Viewing(3, 2)

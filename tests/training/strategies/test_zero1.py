@@ -40,7 +40,7 @@ def goes_on_with_its_state(accelerator: Any, loader: DataLoader[Any]) -> tuple[S
 
 
 @pytest.mark.parametrize("mode", [PROCESSES_2, PROCESSES_4], ids=str)
-def test_an_optimizer_goes_on_with_its_state_and_each_rank_keeps_its_part_of_it(mode: Mode) -> None:
+def test_an_optimizer_keeps_its_state_and_each_rank_holds_its_part(mode: Mode) -> None:
     def body() -> tuple[State, int, list[Any]]:
         state, optimizer = goes_on_with_its_state(Accelerator(strategy="zero1", schedule_unit="step"), loader_of(23, 3))
         return state, len(optimizer.optim.state), [without_parameters(group) for group in optimizer.param_groups]
