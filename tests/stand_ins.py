@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
-from unisono.loading.streams import Made, PartReader
+from unisono.loading.part_reader import Made, PartReader
 from unisono.loading.workers import use_worker_info
 
 _one_at_a_time = threading.Lock()  # the generators and the worker info are the process's
@@ -31,7 +31,7 @@ def stand_ins() -> Iterator[None]:
     """Streams are read by stand-ins in the block, or in the function that it decorates, where processes were."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unisono.loading.streams.WorkerPool", StandIns)
-        patch.setattr("unisono.loading.streams.answer_as_one_rank", lambda: None)  # it would be for this process
+        patch.setattr("unisono.loading.part_reader.answer_as_one_rank", lambda: None)  # it would be for this process
         yield
 
 

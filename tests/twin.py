@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, backward, current_world, optimizer_step
-from unisono.loading.parallel_loader import DeviceLoader
+from unisono.loading.device_loader import DeviceLoader
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-13}
 

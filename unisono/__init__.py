@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from unisono.launch.spawn import spawn as spawn
     from unisono.launch.starting.zygote_client import warm as warm
     from unisono.loading.device_iterator import DeviceIterator as DeviceIterator
-    from unisono.loading.parallel_loader import DeviceLoader as DeviceLoader
+    from unisono.loading.device_loader import DeviceLoader as DeviceLoader
     from unisono.loading.parallel_loader import ParallelLoader as ParallelLoader
     from unisono.loading.permutation import IndexedSampler as IndexedSampler
     from unisono.loading.progress import tqdm as tqdm
@@ -73,7 +73,8 @@ _HOMES = {
     "unisono.launch.spawn": ["spawn"],
     "unisono.launch.starting.zygote_client": ["warm"],
     "unisono.loading.device_iterator": ["DeviceIterator"],
-    "unisono.loading.parallel_loader": ["DeviceLoader", "ParallelLoader"],
+    "unisono.loading.device_loader": ["DeviceLoader"],
+    "unisono.loading.parallel_loader": ["ParallelLoader"],
     "unisono.loading.permutation": ["IndexedSampler"],
     "unisono.loading.sources": ["SampleGenerator"],
     "unisono.training.means": ["Accuracy", "Mean"],

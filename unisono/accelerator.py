@@ -31,7 +31,9 @@ from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.comm.selection import innermost
 from unisono.errors import NoWorldError
 from unisono.loading.device_iterator import DeviceIterator
-from unisono.loading.parallel_loader import DeviceLoader, LoaderOptions, ParallelLoader, check_num_workers
+from unisono.loading.device_loader import DeviceLoader
+from unisono.loading.loader_options import LoaderOptions, check_num_workers
+from unisono.loading.parallel_loader import ParallelLoader
 from unisono.protocols import ReduceOp
 from unisono.strategies import Options
 from unisono.tracking.trackers import LogWith, Tracked, Trackers

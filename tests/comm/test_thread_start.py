@@ -14,7 +14,7 @@ from unisono.checkpoint.background import start_save
 from unisono.comm.thread_start import start_threads
 from unisono.compat.torch_xla.core.steps import add_step_closure, mark_step
 from unisono.errors import UnisonoError
-from unisono.loading.parallel_loader import DeviceLoader
+from unisono.loading.device_loader import DeviceLoader
 from unisono.threads.data_parallel import DataParallel
 
 PATIENCE_S = 20.0

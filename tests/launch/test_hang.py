@@ -21,7 +21,7 @@ from unisono.errors import WorkerDiedError, WorkerHungError
 from unisono.launch import spawn as spawning
 from unisono.launch.hang import HangWatch, hung_error
 from unisono.launch.reports import Pulse
-from unisono.loading.parallel_loader import DeviceLoader
+from unisono.loading.device_loader import DeviceLoader
 from unisono.world import current_world
 
 spawn = partial(spawning.spawn, grace_s=60.0)  # workers that stand still in Python need none

@@ -37,7 +37,7 @@ from torch.utils.data import get_worker_info
 from unisono import DeviceLoader, current_world, rank
 from unisono.errors import StateError
 from unisono.loading.lockstep import Layer, Position, StreamPosition
-from unisono.loading.streams import PartReader
+from unisono.loading.part_reader import PartReader
 
 
 @given(data=st.data(), count=st.integers(0, 40), size=st.integers(1, 4))

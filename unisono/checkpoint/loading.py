@@ -19,7 +19,7 @@ from unisono.checkpoint.folders import Location
 from unisono.checkpoint.generators import restore_generators
 from unisono.checkpoint.objects import Objects, check_fit, load_kept, meet, restore
 from unisono.errors import CheckpointMismatchError, NoCheckpointError
-from unisono.loading.parallel_loader import DeviceLoader, ParallelLoader
+from unisono.loading.loader_options import Dealt
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def _load_kept(
 def say_resumed(loaded: Loaded, objects: Objects, world: World, lost: int | None = None) -> None:
     """Print on rank zero where the run continues, and how many steps are lost, if known."""
     if world.rank == 0:
-        loaders = [each for each in objects.values() if isinstance(each, DeviceLoader | ParallelLoader)]
+        loaders = [each for each in objects.values() if isinstance(each, Dealt)]
         epoch = f"epoch {loaders[0].epoch}, " if loaders else ""
         behind = "" if lost is None else f", {lost} step{'s' * (lost != 1)} lost"
         print(f"resumed from {loaded.path}: {epoch}step {loaded.step}{behind}", file=sys.stderr)

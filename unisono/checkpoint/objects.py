@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from unisono.checkpoint.serialization import as_plain
 from unisono.errors import CheckpointMismatchError
 from unisono.loading.device_iterator import DeviceIterator
-from unisono.loading.parallel_loader import DeviceLoader, ParallelLoader
+from unisono.loading.loader_options import Dealt
 from unisono.loading.sources import is_stateful
 from unisono.training.prepared.metrics import is_metric
 from unisono.training.prepared.model import PreparedModel
@@ -48,7 +48,7 @@ OF_EACH_RANK = ("loader", "generator")
 
 def kind_of(name: str, each: Any) -> str:
     """How an object is saved: "model", "optimizer", "loader", "generator" or "state"; TypeError if it cannot be."""
-    if isinstance(each, DeviceLoader | DeviceIterator | ParallelLoader):
+    if isinstance(each, Dealt | DeviceIterator):
         return "loader"
     if isinstance(each, Optimizer):
         return "optimizer"

@@ -1,6 +1,6 @@
-"""ParallelLoader and DeviceLoader: batches ready on the device when the loop requests them.
+"""ParallelLoader: batches ready on each device when its loop requests them.
 
-In a world of several processes both take this rank's share of every round (`sharding.py`), unless the loader's own
+In a world of several processes it takes this rank's share of every round (`sharding.py`), unless the loader's own
 sampler already shards it: by indices (`indexed.py`), by parts of a stream (`streams.py`), or, of any other iterable, by
 reading all and keeping a part.
 
@@ -14,32 +14,32 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
-from torch.utils.data import IterableDataset
 
 from unisono.arguments import check_integer, check_type, explain_unknown_names
-from unisono.batches.virtual_ranks import Virtual, VirtualRanks, virtual_of
 from unisono.comm.operations import LOOP
 from unisono.comm.thread_start import check_threads
 from unisono.devices import resolve_device, resolve_devices
 from unisono.devices.switches import is_as_in_a_new_thread
 from unisono.errors import BusyError, ClosedError
 from unisono.loading.balance import Balance
+from unisono.loading.bookmark import Bookmark, state_behind
 from unisono.loading.channel import EndOfChannel
 from unisono.loading.device_iterator import DeviceIterator
-from unisono.loading.indexed import IndexedSource, is_sharded
+from unisono.loading.indexed import IndexedSource
+from unisono.loading.loader_options import NO_COPY, Dealt, LoaderOptions, check_num_workers, make_rule
 from unisono.loading.lockstep import Lockstep
 from unisono.loading.pipeline import Delivery, Lane, Pipeline, Unthreaded
-from unisono.loading.registry import Sources, check_order, source_of, warn_of_repetition
-from unisono.loading.sharding import Rule, Split, Tail
-from unisono.loading.sources import Begun, Bookmark, Progress, State, one_by_one, state_behind
+from unisono.loading.registry import check_order, source_of, warn_of_repetition
+from unisono.loading.sharding import Rule
+from unisono.loading.sources import Begun, Progress, State, one_by_one
 from unisono.loading.stream_parts import loader_behind
 from unisono.loading.streams import StreamSource
 from unisono.loading.tuning import Tuner
@@ -47,29 +47,10 @@ from unisono.report.timeline import LoopPlace
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
-_NO_COPY = (
-    "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for example "
-    "in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
-)
-
-
-class LoaderOptions(TypedDict, total=False):
-    """The arguments that both loaders take by name; the docstring of `ParallelLoader` describes each."""
-
-    batch_dim: int
-    fixed_batch_size: bool
-    prefetch: int
-    split: Split
-    tail: Tail | None
-    seed: int | None
-    already_sharded: bool | None
-    virtual_ranks: int | Virtual | None
-    num_workers: Literal["auto"] | None
-    sources: Sources | None
 
 
 @explain_unknown_names(more=LoaderOptions.__annotations__)
-class ParallelLoader:
+class ParallelLoader(Dealt):
     """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
 
     Every device takes the same number of steps, and no sample is lost: `sharding.py` defines which samples go where.
@@ -121,7 +102,7 @@ class ParallelLoader:
         loops: Sequence[World] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
+        if isinstance(loader, Dealt | DeviceIterator):
             raise TypeError(
                 f"loader={loader!r} is of type {type(loader).__name__}, which is sharded already; pass its DataLoader"
             )
@@ -324,7 +305,7 @@ class ParallelLoader:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(_NO_COPY.format(type(self).__name__))
+        raise TypeError(NO_COPY.format(type(self).__name__))
 
     def _loop_world(self, place: int) -> World:
         return self._loops[place] if self._loops else self._world
@@ -437,163 +418,3 @@ class ParallelLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@explain_unknown_names(more=LoaderOptions.__annotations__)
-class DeviceLoader:
-    """A loader that delivers its batches on one device, and can be looped over any number of times.
-
-    In a world of several processes each rank gets its share of every round, so every rank must loop over it equally
-    often, and begin each loop between the same collectives: CollectiveMismatchError otherwise. Each loop is the next
-    epoch, counted by this object: one made for each epoch begins at 0 each time.
-
-    Args:
-        device: the device on which batches are delivered; None uses the world's device.
-        others: as for `ParallelLoader`, by name.
-
-    Attributes:
-        valid_samples, weight: as for `DeviceIterator`, of the innermost open loop, or of the last one.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        device: str | int | torch.device | None = None,
-        *,
-        world: World | None = None,
-        **options: Unpack[LoaderOptions],
-    ) -> None:
-        world = world or current_world()
-        self._device = world.device if device is None else device
-        # Each loop is an `again()` of it, so its source and its bookmark last for all of them.
-        self._never_begun = ParallelLoader(loader, [self._device], world=world, **options)
-        self._loops = [Progress()]  # the innermost last; not the iterators, which keep threads alive
-
-    @property
-    def valid_samples(self) -> int | Any:  # or None, rarely
-        return self._loop.claim.valid_samples
-
-    @property
-    def weight(self) -> float | None:
-        return self._loop.claim.weight
-
-    @property
-    def _loop(self) -> Progress:
-        """The innermost open loop; the last one if none is open."""
-        return next((each for each in reversed(self._loops) if each.is_open), self._loops[0])
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the state: that of the loop begun last until its end, then the next one."""
-        return self._never_begun.epoch
-
-    def __iter__(self) -> DeviceIterator:
-        """Return the next loop. It counts as an epoch once it draws a batch: some progress bars call `iter` twice."""
-        source = self._never_begun._loader
-        # A SampleGenerator is an iterator, too, but can be looped over again: its `iter` returns another one.
-        if isinstance(source, Iterator) and iter(source) is source and any(each.rounds for each in self._loops):
-            raise RuntimeError(
-                f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, yields its "
-                "batches only once; pass an iterable that can be iterated again, such as a list or a DataLoader"
-            )
-        parallel = self._never_begun.again()
-        self._loops = [*(each for each in self._loops if each.is_open), parallel._pipeline.lanes[0].progress]
-        iterator = parallel.iterator(self._device)
-        iterator.loader = self  # whose position a checkpoint holds while it is known, if it is only in this loop
-        return iterator
-
-    def __len__(self) -> int:
-        """The number of batches of a whole epoch; TypeError if the loader has no length."""
-        return len(self._never_begun)
-
-    @property
-    def tuner(self) -> Tuner | None:
-        """What finds the number of its loader workers; None without `num_workers="auto"`."""
-        return self._never_begun.tuner
-
-    @property
-    def num_virtual(self) -> int | None:
-        """The number of virtual ranks whose batches it delivers; None without."""
-        return self._never_begun.num_virtual
-
-    def num_skipped(self) -> int:
-        """The number of batches before the position at which the next loop begins; 0 if it is unknown."""
-        return self._never_begun.num_skipped()
-
-    def __getattr__(self, name: str) -> Any:
-        """The attributes of the user's loader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""
-        # If `__init__` has failed, `_never_begun` is missing, and reading it here would recurse.
-        if not name.startswith("_") and "_never_begun" in self.__dict__:
-            return getattr(self._never_begun._loader, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """ValueError for an attribute of the user's loader, which is read when this one is made."""
-        if not name.startswith("_") and "_never_begun" in self.__dict__ and hasattr(self._never_begun._loader, name):
-            kind = type(self._never_begun._loader).__name__
-            raise ValueError(
-                f"{name} was set on a prepared loader (a DeviceLoader), which reads its {kind} when it is made; make a "
-                f"{kind} with the {name} that you want, and prepare that"
-            )
-        super().__setattr__(name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(_NO_COPY.format(type(self).__name__))
-
-    def __repr__(self) -> str:
-        return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
-
-    def state_dict(self) -> State:
-        """Return the position of the loop, after the last batch that it received; as for `ParallelLoader`."""
-        return self._never_begun.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop continue from a state; StateError if it is not that of such a loader."""
-        self._never_begun.load_state_dict(state)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next loop. Epochs advance automatically: this is for jumps."""
-        self._never_begun.set_epoch(epoch)
-
-
-def check_num_workers(given: Any) -> None:
-    """ValueError if it is neither "auto" nor None."""
-    if given not in (None, "auto"):
-        raise ValueError(
-            f"num_workers={given!r}: pass 'auto', or leave it out; a number belongs to the DataLoader, and 'auto' "
-            "begins with it"
-        )
-
-
-def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOptions) -> Rule:
-    """The rule for distributing the rounds of a loader in a world."""
-    ranks, split = world.world_size, options.get("split", "rank")
-    is_fixed = bool(options.get("fixed_batch_size", False))
-    given = options.get("already_sharded")
-    is_cut = given or is_sharded(loader, world.rank, ranks)
-    if is_cut and ranks > 1 and split == "global":
-        size = getattr(loader, "batch_size", None)
-        raise ValueError(
-            f"split='global', or split_batches=True, makes a batch of the loader{f', of {size},' if size else ''} the "
-            f"global batch, which {ranks} ranks divide; but the loader gives each rank its own part, and whole batches "
-            "of it; leave the sharding to this loader (shuffle=True in place of a DistributedSampler), or, if that is "
-            "the batch size of a rank, prepare DeviceLoader(loader)"
-        )
-    drops = getattr(getattr(loader, "batch_sampler", None), "drop_last", False)
-    tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
-    if is_cut and ranks > 1:
-        return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
-    if (given_ranks := options.get("virtual_ranks")) is not None:
-        carried, virtual = VirtualRanks.carried_by(world.rank, ranks, given_ranks), virtual_of(given_ranks)
-        count = virtual.count
-        if lanes > 1:
-            raise ValueError(f"virtual_ranks={count}: a process has one device for all that it carries, not {lanes}")
-        if is_cut or isinstance(getattr(loader, "dataset", None), IterableDataset):
-            raise ValueError(
-                f"virtual_ranks={count} deals out batches of a known order, and this loader gives each rank "
-                "its own part; use a map-style dataset, and leave the sharding to this loader"
-            )
-        rule = Rule(count, carried.own, split, tail, is_fixed, is_compared=given is None, virtual=carried)
-        return replace(rule, witness_every=virtual.witness_every)
-    kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
-    return Rule(ranks * lanes, kept, split, tail, is_fixed, bool(is_cut), is_compared=given is None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from unisono.loading.parallel_loader import DeviceLoader
+from unisono.loading.device_loader import DeviceLoader
 from unisono.report.live_figures import LiveFigures
 from unisono.report.terminal import columns_behind_pipe
 from unisono.world import World, current_world

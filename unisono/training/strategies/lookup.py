@@ -89,5 +89,5 @@ def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Optio
     found = chosen if world.takes_engines or not kind.is_of_torch else Strategy(world, steps, options)
     if steps.virtual is None:
         return found
-    over_virtual: Strategy = import_module(f"{__package__}.virtual").VirtualStrategy(found, chosen, steps.virtual)
-    return over_virtual
+    over_virtual = import_module(f"{__package__}.virtual_strategy").VirtualStrategy
+    return over_virtual(found, chosen, steps.virtual)  # type: ignore[no-any-return]
