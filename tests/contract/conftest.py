@@ -165,7 +165,7 @@ def _there(body: Body, world: World) -> Any:
 def _on_accelerator(body: Body, world: World) -> Any:
     """The same with a communicator that watches its device, in a group of gloo, as two ranks on one GPU have it."""
     seat: Any = world.comm
-    store = dist.PrefixStore("accelerators", seat._store)  # type: ignore[attr-defined]
+    store = dist.PrefixStore("accelerators", seat._reasons._store)  # type: ignore[attr-defined]
     comm = ProcessCommunicator(world.device, store, backend=Accelerator(), here=seat._own_here)
     assert comm._watch is not None
     object.__setattr__(world, "comm", comm)  # which the worker leaves or breaks at its end

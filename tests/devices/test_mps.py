@@ -58,7 +58,7 @@ def on_stand_in() -> Iterator[World]:
     """The rank's world, on that family."""
     world, family = current_world(), StandIn()
     seat: Any = innermost(world.comm)
-    store = dist.PrefixStore("stand-in", seat._store)  # type: ignore[attr-defined]
+    store = dist.PrefixStore("stand-in", seat._reasons._store)  # type: ignore[attr-defined]
     comm = process_communicator(family, world.device, store, owns_group=False)
     with use_world(replace(world, backend=family, comm=comm)) as found:
         yield found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+from multiprocessing import resource_sharer
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from epochs import Numbers
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader
+from unisono.errors import UnpicklableError
 from unisono.loading import packing
-from unisono.loading.packing import Ring
+from unisono.loading.packing import Packed, Ring
 
 BATCHES = 40
 
@@ -116,12 +118,61 @@ def test_the_memory_is_given_back_with_the_workers():
 
 def test_a_slot_comes_again_after_all_others():
     ring = Ring(3)
-    first = [ring.take(100) for _ in range(7)]
-    assert [is_new for _, _, is_new in first] == [True, *[False] * 6]
-    starts = [start for _, start, _ in first]
+    taken = [ring.take(100) for _ in range(7)]
+    assert None not in taken
+    starts = [each[1] for each in taken if each is not None]
     assert starts[:3] == starts[3:6]
     assert len(set(starts)) == 3
-    assert ring.take(129)[2], "larger ones have a new ring"
+
+
+@pytest.fixture
+def own_ring():
+    packing.use_ring(3)
+    yield
+    packing.use_ring(0)
+    resource_sharer.stop()  # the thread that hands descriptors over
+
+
+def sent(value: Any) -> Any:
+    """What arrives of a batch."""
+    return pickle.loads(pickle.dumps(Packed(value))).unwrap()
+
+
+def fails_once(monkeypatch, name: str, error: Exception) -> None:
+    original, left = getattr(packing, name), [error]
+    monkeypatch.setattr(packing, name, lambda *args: original(*args) if not left else raise_it(left.pop()))
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+def test_what_fails_once_loses_no_later_batch(own_ring, monkeypatch):
+    batches = [torch.full((size,), size) for size in (10, 20, 300, 20, 30, 2000, 40)]
+    for place in (0, 2, 5):  # the first of all, and those for which the ring grows
+        packing.use_ring(3)
+        for index, batch in enumerate(batches):
+            if index == place:
+                fails_once(monkeypatch, "_shared", RuntimeError("unable to allocate shared memory"))
+            assert sent(batch).equal(batch)
+    packing.use_ring(3)
+    fails_once(monkeypatch, "_tensor_in", RuntimeError("of a copy"))
+    with pytest.raises(UnpicklableError, match="of a copy"):
+        sent(batches[0])
+    assert all(sent(batch).equal(batch) for batch in batches)
+
+
+def test_a_ring_takes_a_small_part_of_shared_memory_or_none(own_ring, monkeypatch):
+    batch = torch.arange(30_000, dtype=torch.uint8)
+    for free, size, is_used in ((1 << 34, 1 << 34, True), (1 << 20, 1 << 34, False), (1 << 26, 1 << 26, False)):
+        monkeypatch.setattr(packing, "_free_and_size", lambda found=(free, size): found)
+        packing.use_ring(3)
+        assert sent(batch).equal(batch)
+        assert bool(packing._rings) is is_used
+    monkeypatch.setattr(packing, "_free_and_size", lambda: (1 << 34, 1 << 34))
+    packing.use_ring(1000)
+    assert sent(batch).equal(batch)
+    assert not packing._rings, "more than 16 MiB"
 
 
 class Uneven(IterableDataset):

@@ -39,7 +39,8 @@ check = partial(run, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend"
 
 
 def test_a_family_that_was_written_by_the_recipe_keeps_the_law(tmp_path: Path) -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text().replace("foo", "toy").replace("Foo", "Toy")
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## A device family\n")[2].partition("\n## ")[0]
+    text = text.replace("foo", "toy").replace("Foo", "Toy")
     (code,) = re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (name,) = re.findall(r'^toy = "(my_package\.backend:ToyBackend)"$', text, re.MULTILINE)
     install(tmp_path, "facts", "", f"[unisono.devices]\ntoy = {name}\n")

@@ -33,6 +33,8 @@ _Slot = tuple[int, int, torch.dtype, tuple[int, ...]]
 _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
 _ALIGNED = 64  # bytes; torch's own alignment on the CPU
 _SMALL = 1 << 18  # bytes of a batch
+_RING = 1 << 24  # bytes of a ring, at most
+_RINGS = 16  # the free shared memory has room for so many, or there is none
 _FULL = "unable to allocate shared memory"  # torch's words
 _LITTLE = 1 << 30  # bytes
 
@@ -49,8 +51,11 @@ class Packed:
                 found, nbytes = measured(value)
                 is_small = _ring is not None and bool(found) and nbytes <= _SMALL
                 is_merged = is_small or len({*map(id, found)}) > _MANY
+                sent = _Merged(value) if is_merged else value
                 # The pickler of torch's queues, for which tensors are registered to go through shared memory.
-                ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(_Merged(value) if is_merged else value)
+                ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(sent)
+                if _ring is not None and is_merged and sent.is_in_ring:
+                    _ring.is_known = True  # only now: what fails before is not sent
                 self._data = stream.getvalue()
                 return
             except Exception as reason:
@@ -74,20 +79,35 @@ def _unpack(data: bytes) -> Outcome[Any]:
 
 class Ring:
     """Memory for the small batches of a loader worker, one slot after another. Its parent copies a batch out when it
-    receives it, and never asks for as many more as there are slots. So a slot is free when its turn comes."""
+    receives it, and never asks for as many more as there are slots. So a slot is free when its turn comes.
+
+    Attributes:
+        is_known: whether the parent has the memory; until then each batch brings it.
+    """
 
     def __init__(self, slots: int) -> None:
+        self.is_known = False
         self._slots, self._size, self._turn = slots, 0, 0
         self._memory: torch.Tensor | Any = None
 
-    def take(self, nbytes: int) -> tuple[torch.Tensor, int, bool]:
-        """The memory, where in it the next slot begins, and whether the parent does not have that memory yet."""
-        is_new = nbytes > self._size
-        if is_new:
-            self._size = max(1 << (nbytes - 1).bit_length(), _ALIGNED)
-            self._memory = _shared(self._slots * self._size)
+    def take(self, nbytes: int) -> tuple[torch.Tensor, int] | None:
+        """The memory, and where the next slot begins in it; None if there is no room for that many slots."""
+        if nbytes > self._size and not self._grow(nbytes + nbytes // 4):
+            return None
         self._turn = (self._turn + 1) % self._slots
-        return self._memory, self._turn * self._size, is_new
+        return self._memory, self._turn * self._size
+
+    def _grow(self, nbytes: int) -> bool:
+        size = -(-nbytes // _ALIGNED) * _ALIGNED
+        found = _free_and_size()
+        if self._slots * size > _RING or (found is not None and self._slots * size > found[0] // _RINGS):
+            return False
+        try:
+            self._memory = _shared(self._slots * size)
+        except RuntimeError:  # others were faster
+            return False
+        self._size, self.is_known = size, False
+        return True
 
 
 _ring: Ring | None = None  # in a loader worker
@@ -95,9 +115,10 @@ _rings: dict[int, torch.Tensor] = {}  # in the parent: their memory, by the work
 
 
 def use_ring(slots: int) -> None:
-    """Send small batches of this loader worker through a ring of so many slots from now on; 0: through none."""
+    """Send small batches of this loader worker through a ring of so many slots from now on; 0: through none, as where
+    shared memory is tight."""
     global _ring
-    _ring = Ring(slots) if slots else None
+    _ring = Ring(slots) if slots and not is_tight() else None
     _rings.clear()  # which a fork has inherited
 
 
@@ -117,6 +138,8 @@ class _Merged:
     """A batch whose tensors are merged into one for transit: many, which needs one descriptor; or those of a small
     batch, in the ring."""
 
+    is_in_ring = False
+
     def __init__(self, batch: Any) -> None:
         stream = io.BytesIO()
         pickler = _MergingPickler(stream, pickle.HIGHEST_PROTOCOL)
@@ -125,10 +148,12 @@ class _Merged:
         if not end:  # none that could be merged
             self._reduced: tuple[Any, ...] = pickle.loads, (data,)
             return
-        if _ring is not None and end <= 2 * _SMALL:
-            memory, start, is_new = _ring.take(end)
+        taken = _ring.take(end) if _ring is not None and end <= 2 * _SMALL else None
+        if _ring is not None and taken is not None:
+            self.is_in_ring = True
+            memory, start = taken
             whole = memory[start : start + end]
-            place = os.getpid(), start, end, len(pickler.found) > _MANY, memory if is_new else None
+            place = os.getpid(), start, end, len(pickler.found) > _MANY, None if _ring.is_known else memory
             self._reduced = _out_of_ring, (data, *place)
         else:
             whole = _shared(end)
