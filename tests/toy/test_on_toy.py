@@ -107,10 +107,9 @@ def test_the_doctor_names_a_link_that_hangs_or_corrupts_or_is_slow(
     monkeypatch.setenv("PYTHONPATH", TOY)
     monkeypatch.setenv("TOY_LINK", link)
     monkeypatch.setattr(checks, "_COPY_S", 6.0)
-    found = [each for each in checks.check_copies() if each.state != "ok"]
-    assert [each.state for each in found] == [state]
-    assert text in found[0].text
-    assert ("NCCL_P2P_DISABLE=1" in found[0].advice) == (state == "problem")
+    (found,) = [each for each in checks.check_copies() if each.state == state]  # others may be slow
+    assert text in found.text
+    assert ("NCCL_P2P_DISABLE=1" in found.advice) == (state == "problem")
 
 
 def test_the_doctor_copies_between_all_devices_and_lets_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
