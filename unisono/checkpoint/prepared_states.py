@@ -1,5 +1,5 @@
-"""The methods of an Accelerator that save and load, and what its checkpoints hold: everything it has prepared, what was
-registered, and the position of its loop; without the models that a hook saves or loads itself.
+"""What the checkpoints of an Accelerator hold: everything it has prepared, what was registered, and the position of its
+loop; without the models that a hook saves or loads itself.
 
 Which models are left out is rank zero's choice: scripts often act on that rank only.
 

@@ -1,8 +1,8 @@
 """`unisono run`: a script or a module as one worker per device, here or on several machines.
 
 On one machine it is `spawn` with the script as its function. On several, each has torch's agent
-(`launch/hosts/agent.py`) and its part of the same workers; what the machines need to know about one another comes from
-options, or from the environment that Kubernetes or a SLURM step sets.
+(`launch/hosts/run_agent.py`) and its part of the same workers; what the machines need to know about one another comes
+from options, or from the environment that Kubernetes or a SLURM step sets.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ A thread's operations on its device are recorded until `mark_step` cuts the grap
 it. Threads cut one after the other, so all but the first find the same graph compiled. No graph contains a collective
 (the communicator runs each in a separate graph), so cutting waits for no peer.
 
-On the CPU there are `CPU_NUM_DEVICES` devices, or as many as were asked for before the first use. The runtime reads its
-settings at its first use: `runtime` puts them into the environment, and raises an error for those that come too late,
-or that would change the results silently.
+On the CPU there are `CPU_NUM_DEVICES` devices, or as many as were asked for before the first use. `xla_runtime.py`
+starts the runtime, with its settings.
 
 *Threads:* each device belongs to one computing thread at a time; others may move batches to it.
 """

@@ -1,11 +1,11 @@
-"""Sources, from which a loader reads epoch after epoch: the protocol, its states, and the source over any iterable.
+"""Sources, from which a loader reads epoch after epoch: the protocol, and the source over any iterable.
 
 A source makes the rounds: one piece for each device of this process, with its claim and the position after the round.
 It can begin a pass at any position that it has issued.
 
-A loader's state is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the dataset, None if it
-has none), `order` (the sampler's class), and the position in the epoch: `offset`, the number of samples that all ranks
-have taken together, and whatever else the source needs.
+A loader's state (`bookmark.py`) is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the
+dataset, None if it has none), `order` (the sampler's class), and the position in the epoch: `offset`, the number of
+samples that all ranks have taken together, and whatever else the source needs.
 """
 
 from __future__ import annotations
