@@ -17,7 +17,7 @@ from stand_ins import stand_ins
 from streams import COUNT, Stream, all_of, passes, refused
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info, random_split
 
-from unisono import DeviceLoader, current_world, rank
+from unisono import Accelerator, DeviceLoader, current_world, rank
 from unisono.errors import CollectiveMismatchError, StateError
 from unisono.loading.comparison import make_of
 
@@ -69,6 +69,21 @@ def test_batches_that_differ_by_rank_are_refused_whatever_they_hold(mode, form):
     def body() -> None:
         for _ in DeviceLoader(OfRank(FORMS[form])):  # without a step, or a metric
             pass
+
+    with pytest.raises(CollectiveMismatchError, match=WORDS):
+        mode.run(body)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_steps_show_what_differs_behind_first_batches_that_are_alike(mode):
+    def body() -> None:
+        model = torch.nn.Linear(2, 1)
+        accelerator = Accelerator()
+        loader = OfRank(lambda numbers: numbers.float() * (numbers >= 8))  # silence at first
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
 
     with pytest.raises(CollectiveMismatchError, match=WORDS):
         mode.run(body)

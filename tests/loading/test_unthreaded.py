@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
-from unisono.loading import pipeline as reading
+from unisono.loading import unthreaded as reading
 from unisono.world import solo_world, thread_worlds
 
 
@@ -74,19 +74,27 @@ def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own)
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [
-        ([(6_000_000, None)], True),  # reading, and the step before it, in nanoseconds
-        ([(2_000_000, None)], False),  # it may be so only because it is the first
-        ([(2_000_000, None), (150_000, 500_000)], True),
-        ([(2_000_000, None), *[(2_000_000, 50_000)] * 20], False),
-        ([(900_000, None), (900_000, 500_000), (900_000, 500_000)], True),
-        ([(900_000, None), *[(900_000, 50_000)] * 20], False),  # nothing to read beside
-        ([(50_000, None), *[(50_000, 9_000_000)] * 20], False),
-        ([(900_000, None), (900_000, 500_000), (50_000, 500_000), (900_000, 500_000)], False),
+        ([(6_000_000, reading.UNKNOWN)], True),  # reading, and the step before it, in nanoseconds
+        ([(6_000_000, 900_000)], False),  # as the last pass says: it may be that a large batch is freed
+        ([(6_000_000, 1_200_000)], True),
+        ([(2_000_000, reading.UNKNOWN)], False),  # it may be so only because it is the first
+        ([(2_000_000, reading.UNKNOWN), (150_000, 500_000)], True),
+        ([(2_000_000, reading.UNKNOWN), *[(2_000_000, 50_000)] * 20], False),
+        ([(900_000, reading.UNKNOWN), (900_000, 500_000), (900_000, 500_000)], True),
+        ([(900_000, reading.UNKNOWN), *[(900_000, 50_000)] * 20], False),  # nothing to read beside
+        ([(50_000, reading.UNKNOWN), *[(50_000, 9_000_000)] * 20], False),
+        ([(900_000, reading.UNKNOWN), (900_000, 500_000), (50_000, 500_000), (900_000, 500_000)], False),
     ],
 )
 def test_the_reader_takes_over_when_batches_and_steps_outweigh_a_thread(costs, expected):
-    loop = reading.Unthreaded(None, iter(()))
+    loop = reading.Unthreaded(None, iter(()), reading.Pace())
     assert [loop._is_slow(*each) for each in costs][-1] is expected
+
+
+def test_a_pass_begins_with_the_shortest_step_of_the_last():
+    pace = reading.Pace()
+    assert [pace.note(*each) for each in [(0, 5), (10, 40), (50, 60), (70, 100)]] == [reading.UNKNOWN, 30, 10, 30]
+    assert [pace.note(*each) for each in [(0, 200), (210, 230), (0, 300)]] == [10, 20, 20]
 
 
 @pytest.mark.parametrize("collate_fn", [None, torch.tensor])

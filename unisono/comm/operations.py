@@ -52,12 +52,11 @@ _ADVICE_ON_LOOPS = (
 _ADVICE_ON_CALLS = ", and call nothing that all ranks take part in, such as save_state"
 _ADVICE_ON_ENDS = "; leave a loop on all ranks together, by a value that all have, such as accelerator.reduce(loss)"
 WAY_OUT = (
-    "if each rank reads a shard of its own (split_dataset_by_node, dataset.shard, Subset), pass the whole data, which "
-    "the loader cuts, or, of a stream or if all shards have one length, DeviceLoader(loader, already_sharded=True); if "
-    "only random augmentation differs, DeviceLoader(loader, already_sharded=False); otherwise read the same data on "
-    "all ranks (random_split with a seeded generator), in the same order (shuffled by the epoch, or with one seed)"
+    "if each rank reads a shard of its own (split_dataset_by_node, dataset.shard, Subset), pass the whole data, or, "
+    "for a stream or shards of one length, DeviceLoader(loader, already_sharded=True); if only random augmentation "
+    "differs, DeviceLoader(loader, already_sharded=False); otherwise seed each shuffle and random_split alike"
 )
-_RULE_OF_DATA = f"read the same batches, of which the loader gives it a part; {WAY_OUT}"
+_RULE_OF_DATA = f"read the same batches, and the loader gives it its part; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"
 """The beginning of what a rank announces."""
 WEIGHTS = "the weights of the batches of a step"
@@ -207,6 +206,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
         f"{name_ranks(ranks)} {_action_at_place(action, places.get(ranks[0], '') if places else '')}"
         for action, ranks in groups.items()
     )
+    met = f"{first} while {' and '.join(others)}"
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
     rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
     if rule is _RULE_OF_STEPS and any("a forward pass of the" in each for each in groups):  # which gathers
@@ -217,6 +217,10 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     alike = len({_LENGTH.sub("", each) for each in short.values()}) == 1 and len(known) <= 1
     if alike and any(map(is_of_loop, groups)):  # the same loop, over other batches
         rule = _RULE_OF_DATA
+        loops = {_ROUND.sub("", each) for each in short.values()}
+        if len(loops) == 1:
+            where = _action_at_place(loops.pop().removeprefix("came to "), next(iter(known), ""))
+            met = f"{' and '.join(map(name_ranks, groups.values()))} read different batches in {where}"
     elif any(map(is_of_loop, groups)):
         rule += _ADVICE_ON_LOOPS
         ends = [each for each in groups if each.endswith(END)]
@@ -226,7 +230,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
         rule += f"; and it must {_RULE_OF_DATA}"
     rule += ADVICE_ON_STATES if has_loaded else ""
     odd = min(groups.values(), key=len)  # if equally many, those with the lowest rank
-    return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
+    return CollectiveMismatchError(f"{met}; every rank must {rule}", odd)
 
 
 def is_of_loop(action: str) -> bool:

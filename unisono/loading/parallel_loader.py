@@ -36,13 +36,14 @@ from unisono.loading.device_iterator import DeviceIterator
 from unisono.loading.indexed import IndexedSource
 from unisono.loading.loader_options import NO_COPY, Dealt, LoaderOptions, check_num_workers, make_rule
 from unisono.loading.lockstep import Lockstep
-from unisono.loading.pipeline import Delivery, Lane, Pipeline, Unthreaded
+from unisono.loading.pipeline import Delivery, Lane, Pipeline
 from unisono.loading.registry import check_order, source_of, warn_of_repetition
 from unisono.loading.sharding import Rule
 from unisono.loading.sources import Begun, Progress, State, one_by_one
 from unisono.loading.stream_parts import loader_behind
 from unisono.loading.streams import StreamSource
 from unisono.loading.tuning import Tuner
+from unisono.loading.unthreaded import Pace, Unthreaded
 from unisono.report.timeline import LoopPlace
 from unisono.world import World, current_world
 
@@ -144,7 +145,7 @@ class ParallelLoader(Dealt):
                 "cannot do; pass a size of at least 1"
             )
         self.tuner = self._tuner_of(options.get("num_workers"))
-        self._bookmark = Bookmark(self._source, self._rule)
+        self._bookmark, self._pace = Bookmark(self._source, self._rule), Pace()
         # Another source could not begin in the middle of an epoch without reading what comes before.
         if virtual is not None and virtual.balances and isinstance(self._source, IndexedSource):
             self._balance = Balance(self._world)
@@ -268,7 +269,7 @@ class ParallelLoader(Dealt):
         must_stay = not self._prefetch or (rule.virtual is not None and reads_here)
         if must_stay or may_stay:
             read_ahead = None if must_stay else pipeline.start
-            self._receivers = [Unthreaded(lane, begun.pieces, read_ahead, has_workers).receive]
+            self._receivers = [Unthreaded(lane, begun.pieces, self._pace, read_ahead, has_workers).receive]
             return
         pipeline.start(begun.pieces)
         if self._source.is_uneven:

@@ -306,17 +306,25 @@ def glimpse(batch: Any, of_all: bool = False) -> list[Any]:
 
 
 def fingerprint(read: Sequence[Any], again: Sequence[Any] | None = None) -> int:
-    """A mark of loaded batches or samples: of their integers and texts, as those of `glimpse`. Where each of these is
-    the same in all of them (a sampling rate), they tell nothing, and fractions and bytes count, too. If the same was
-    read `again`, what differs there is random, and does not count; 0 if all does."""
+    """A mark of loaded batches or samples, by what distinguishes them; 0 if all of them is random."""
+    columns, _ = distinguish(read, again)
+    return mark_of(columns) if columns else 0
+
+
+def distinguish(read: Sequence[Any], again: Sequence[Any] | None = None) -> tuple[list[Any], bool]:
+    """What distinguishes loaded batches or samples from others, and whether it differs among them: of the values of
+    `glimpse`, their integers and texts. Where each of these is the same in all of them (a sampling rate), they tell
+    nothing, and fractions and bytes count, too. If the same was read `again`, what differs there is random, and does
+    not count."""
+    columns, differs = [], False
     for of_all in (False, True):
         columns = list(zip(*[glimpse(each, of_all) for each in read], strict=False))
         if again is not None:
             others = zip(*[glimpse(each, of_all) for each in again], strict=False)
             columns = [one for one, other in zip(columns, others, strict=False) if one == other]
-        if any(len(set(_values(column))) > 1 for column in columns):
+        if differs := any(len(set(_values(column))) > 1 for column in columns):
             break
-    return mark_of(columns) if columns else 0
+    return columns, differs
 
 
 def _values(seen: Any) -> list[Any]:

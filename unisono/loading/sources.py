@@ -36,7 +36,7 @@ from unisono.loading.sharding import (
     Round,
     Rule,
     cut,
-    fingerprint,
+    distinguish,
     glimpse,
     mark_of,
     measure,
@@ -340,14 +340,19 @@ def rounds_of_loaded(
     these batches; `first` is the size of the epoch's first batch, also the size to pad to."""
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
+    is_thorough = rule.is_compared
     start = offset // rule.shards
     size_of = lambda each, is_cut: measure(each[0], dim, each[1], is_cut)  # noqa: E731
     for number, dealt in enumerate(rounds(loaded, rule, size_of, None, start, first)):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         mark = 0
-        if is_marked:  # the first round thoroughly: it shows whether the ranks read the same
-            seen = [glimpse(batch) for batch in batches] if done or not rule.is_compared else fingerprint(batches)
+        if is_marked:
+            if is_thorough:  # the first round shows whether the ranks read the same; silence does not
+                seen, shows = distinguish(batches)
+                is_thorough = not shows
+            else:
+                seen = [glimpse(batch) for batch in batches]
             mark = mark_of(dealt.start, dealt.sizes, seen)
         done += len(batches)
         position = behind(dealt.stop * rule.shards, done, first)
