@@ -54,21 +54,13 @@ from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.comm.shutdown import end_group
 from unisono.comm.stacks import describe_call, frames_of_error, own_frames
-from unisono.comm.tensor_forms import as_bytes, wire, write_back
+from unisono.comm.tensor_forms import TORCH_OPS, as_bytes, wire, write_back
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoError
 from unisono.protocols import Backend, ReduceOp
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_TORCH_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    # gloo has no average, so the callers divide the sum.
-    "mean": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 _ADVICE = (
     "if none has failed, the ranks called different collectives of torch itself, or share a GPU, which NCCL refuses "
     "(process_group='gloo' does not)"
@@ -108,8 +100,7 @@ class ProcessCommunicator:
         self._comparison = Comparison(self.gather_bytes)
         self.num_calls = 0  # collectives that this rank has entered
         self._own_here = here
-        # The thread that `wake` interrupts when the watch ends the device's wait.
-        self._thread = threading.get_ident()
+        self._thread = threading.get_ident()  # which `wake` interrupts when the watch ends the device's wait
         self._watch: DeviceWatch | None = None
         if store is not None and backend is not None and backend.mark(device) is not None:
             count_group(dist.group.WORLD)
@@ -138,7 +129,7 @@ class ProcessCommunicator:
 
         def reduce() -> torch.Tensor:
             sent = self._on_host(wire(tensor))
-            dist.all_reduce(sent, _TORCH_OPS[op])
+            dist.all_reduce(sent, TORCH_OPS[op])
             return write_back(tensor, sent.div_(self.size) if op == "mean" else sent)
 
         return self._run(self._call_on("all_reduce", tensor, op), reduce)
@@ -161,7 +152,7 @@ class ProcessCommunicator:
         def scatter() -> torch.Tensor:
             sent = self._on_host(wire(tensor))
             part = torch.empty_like(sent[: len(sent) // self.size])
-            dist.reduce_scatter(part, [piece.contiguous() for piece in sent.chunk(self.size)], _TORCH_OPS[op])
+            dist.reduce_scatter(part, [piece.contiguous() for piece in sent.chunk(self.size)], TORCH_OPS[op])
             return (part.div_(self.size) if op == "mean" else part).to(tensor.device, tensor.dtype)
 
         return self._run(self._call_on("reduce_scatter", tensor, op), scatter)
@@ -197,8 +188,9 @@ class ProcessCommunicator:
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         check_root(root, self.size)
         data = dumps(value) if self.rank == root else b""
-        call = Call("broadcast_object", argument=root)
-        return pickle.loads(self._run(call, lambda: self._broadcast_bytes(data, root)))
+        return pickle.loads(
+            self._run(Call("broadcast_object", argument=root), lambda: self._broadcast_bytes(data, root))
+        )
 
     def barrier(self) -> None:
         self._run(Call("barrier"), self._meet_by_reduction)
@@ -270,7 +262,7 @@ class ProcessCommunicator:
             # Every rank has found it, and none waits in the transport, so no peer has to be told.
             self._broken = self._broken or (f"{type(error).__name__}: {error}", error)
             raise error
-        # An error of this rank's own device (a device-side assert) is not the fault of a peer.
+        # A device-side assert of this rank is not the fault of a peer.
         if isinstance(error, UnisonoError) or is_of_own_device(error):
             raise error
         # `abort` or the watch, on another thread, sets the reason before it ends the group.
@@ -316,7 +308,7 @@ class ProcessCommunicator:
     def _enter(self, call: Call) -> None:
         self._last, self._is_inside = call, True
         self.num_calls += 1
-        action = action_of(call) if call.name else f"came to {call.purpose}"
+        action = action_of(call)
         here = self._here
         if here is not None and not call.name:
             if difference := here.announce(action):
@@ -350,8 +342,7 @@ class ProcessCommunicator:
         # A failure comes first: its victims leave, too, and note their departure.
         if (failure := self._reasons.failure()) is not None:
             return failure
-        here = self._here
-        missing = here.missing() if here is not None else []
+        missing = here.missing() if (here := self._here) is not None else []
         if gone := self._reasons.departed():
             # The others arrived, and left as victims.
             return departure([rank for rank in gone if rank in missing] or gone), error
@@ -363,8 +354,7 @@ class ProcessCommunicator:
         """End the device's wait if a peer has failed; return whether one has. Runs in the watch's thread."""
         if (failure := self._reasons.failure()) is None:
             return False
-        # The rank's own thread may have aborted first.
-        self._broken = self._broken or failure
+        self._broken = self._broken or failure  # the rank's own thread may have aborted first
         # First: once its wait has ended, the thread must not continue.
         wake(self._thread, self._error(self._last, *failure))
         self._end(is_broken=True)
@@ -381,8 +371,8 @@ class ProcessCommunicator:
         counts = [int(each) for each in sizes]
         received = [own.new_empty(max(counts)) for _ in range(self.size)]
         dist.all_gather(received, torch.nn.functional.pad(own, (0, max(counts) - len(own))))
-        found = [each[:count].cpu().numpy().tobytes() for each, count in zip(received, counts, strict=True)]
-        return [unseal(each, place.format(rank)) for rank, each in enumerate(found)]
+        found = enumerate(zip(received, counts, strict=True))
+        return [unseal(each[:count].cpu().numpy().tobytes(), place.format(rank)) for rank, (each, count) in found]
 
     def _broadcast_bytes(self, data: bytes, root: int) -> bytes:
         empty = torch.empty(0, dtype=torch.uint8, device=HOST)

@@ -1,4 +1,4 @@
-"""The forms in which transports take tensors.
+"""The forms in which transports take tensors and reductions.
 
 *Threads:* any.
 """
@@ -6,7 +6,16 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
+TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    # gloo has no average, so the callers divide the sum.
+    "mean": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
 
 

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from twin import assert_same_bits
 
 from unisono.strategies import FSDP
-from unisono.training.strategies.sharded import SMALLEST_UNIT, check_shardable, clip_grad_norm, shard, units_of
+from unisono.training.clipping import clip_grad_norm
+from unisono.training.strategies.sharded import SMALLEST_UNIT, check_shardable, shard, units_of
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)

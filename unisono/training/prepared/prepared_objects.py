@@ -9,7 +9,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.report.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
+from unisono.training.clipping import clip_grad_norm
 from unisono.training.means import Mean
 from unisono.training.optimizer import prepared
 from unisono.training.parameter_names import parameters_of, remember_names, trained_parameters
@@ -30,11 +31,9 @@ from unisono.training.prepared.step_checks import release_engines_of, watch
 from unisono.training.prepared.stepper import Stepper
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.sharded import clip_grad_norm, is_distributed, sharded_like
+from unisono.training.strategies.sharded import is_distributed, sharded_like
 from unisono.training.strategies.weak import WeakList, weak_method
 from unisono.tree import tree_map
-
-T = TypeVar("T")
 
 
 class PreparedObjects:

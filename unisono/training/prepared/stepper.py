@@ -30,6 +30,7 @@ from unisono.report.timeline import REDUCE, STEP
 from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
 from unisono.training import optimizer as by_hand
 from unisono.training.backward import Passes
+from unisono.training.clipping import clip_grad_norm
 from unisono.training.digests import Digests
 from unisono.training.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.training.gradients import check_presence
@@ -38,7 +39,7 @@ from unisono.training.prepared.refusals import check_added, check_closure, refus
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.rules import TAKEN
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.sharded import clip_grad_norm, holds_any
+from unisono.training.strategies.sharded import holds_any
 from unisono.world import World
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""strategy="fsdp": torch's FSDP2; each rank keeps its shard of parameters, gradients and optimizer state."""
+"""Runs a module sharded by torch's FSDP2: each rank keeps its shard of parameters and gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from operator import attrgetter, or_
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
@@ -30,14 +29,12 @@ from unisono.torch_private import (
 )
 from unisono.training.parameter_names import listed
 from unisono.training.steps import Steps
-from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.ddp import failed_before
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.leaf_hooks import is_left_at
 from unisono.training.strategies.sharded import (
     Rebinding,
     any_whole_gradient,
-    check_shardable,
     drop_whole_gradients,
     is_distributed,
     named_whole_parameters,
@@ -46,44 +43,9 @@ from unisono.training.strategies.sharded import (
     units_in,
     whole_parameters,
 )
-from unisono.training.strategies.strategy import Strategy, check_divisible, kind_of, takes_whole_parameters
 from unisono.training.strategies.weak import weak_method
 from unisono.tree import tensors, tree_map
 from unisono.world import World
-
-
-class FSDPStrategy(Strategy):
-    """The strategy for a world of processes."""
-
-    is_of_torch = is_needed = fills = True
-
-    def check(self, each: nn.Module | Optimizer) -> None:
-        super().check(each)
-        family = self.world.backend
-        if family.process_group_backend != "gloo" and f"{family.name}:gloo" in dist.get_backend_config().split(","):
-            raise ValueError(
-                f"strategy='fsdp' on {self.world.device} cannot use this group, which is of gloo: torch crashes when "
-                "it gathers shards there; give each rank a device of its own and a group of "
-                f"{family.process_group_backend}, or use strategy='zero1' or 'ddp'"
-            )
-
-    def check_divisible(self, each: nn.Module | Optimizer) -> None:
-        if isinstance(each, Optimizer):
-            check_divisible(each, self.options)
-        elif not isinstance(each, BareParameter):  # which stays whole
-            check_shardable(each, self.options.units)
-
-    def engine_of(self, module: nn.Module) -> Engine:
-        return FSDPEngine(module, self.world, self.steps, self.options)
-
-    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
-        if takes_whole_parameters(optimizer, self.options):
-            from unisono.training.strategies.whole_steps import stepping_whole
-
-            return stepping_whole(optimizer, self.world)
-        from unisono.training.strategies.parts import stepping_plain
-
-        return optimizer.step if kind_of(optimizer) is None else stepping_plain(optimizer)
 
 
 class FSDPEngine(Engine):

@@ -8,7 +8,6 @@ own. With V virtual ranks on R ranks, a rank holds up to V / (2 R) + 1 copies of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -18,10 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.batches.deliveries import Batch, Loop
-from unisono.batches.virtual_ranks import WITNESS, Draw, Node, VirtualRanks, fold_over_ranks, sums_of
+from unisono.batches.virtual_ranks import WITNESS, Draw, VirtualRanks
 from unisono.devices.seeding import seed_beside
 from unisono.torch_private import VERSION
-from unisono.training.gradients import buckets
 from unisono.training.machine import Visit
 from unisono.training.parameter_names import parameters_of
 from unisono.training.rules import TAKEN
@@ -29,11 +27,10 @@ from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import is_distributed
 from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
+from unisono.training.strategies.virtual_folding import fold
 from unisono.training.strategies.virtual_requests import Requests
 from unisono.training.strategies.witnesses import Witnesses
 from unisono.world import World
-
-_LARGE = 1 << 18  # bytes: to copy them into a bucket takes longer than one collective more
 
 
 class VirtualEngine(Engine):
@@ -134,7 +131,7 @@ class VirtualEngine(Engine):
         if self._buffers.have_begun:
             if self._buffers.means is None:  # there was a forward pass after the reduction
                 sums = self._buffers.sums(self._virtual)
-                found = self._fold([*next(iter(sums.values()))], sums)
+                found = fold([*next(iter(sums.values()))], sums, self._virtual, self.world.comm)
                 self._buffers.means = {each: total / self._virtual.count for each, total in found}
             self._buffers.share(self._buffers.means, self.world)
 
@@ -292,7 +289,7 @@ class VirtualEngine(Engine):
                 buffers, self._buffers.means = list(values), means
         present, averaged, (known, *_) = set[int](), set(map(id, buffers)), found.values()
         factor = 1 / (self.steps.given_total() or self._virtual.count)
-        for each, total in self._fold([notes, *parameters, *buffers], sums):
+        for each, total in fold([notes, *parameters, *buffers], sums, self._virtual, world.comm):
             if each is notes:
                 present = {id(one) for one, count in zip(parameters, total.tolist(), strict=True) if count}
             elif id(each) in present:
@@ -331,37 +328,6 @@ class VirtualEngine(Engine):
     def rescale_to_step(self) -> None:
         """Nothing, as in `end_pass`."""
 
-    def _fold(
-        self, keys: Sequence[torch.Tensor], sums: Mapping[Node, Tensors]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The sums over all virtual ranks, of those of this one. A collective."""
-        virtual, size = self._virtual, self.world.comm.size
-        if size == 1:
-            yield from ((each, sums[1, 0][each]) for each in keys if each in sums[1, 0])
-            return
-        of_ranks = [sums_of(own, virtual.count) for own in virtual.table]
-        nodes = of_ranks[virtual.rank]
-        are_two = [*map(len, of_ranks)] == [1, 1]  # one sum each, and a + b is b + a
-        # Large gradients are added where they are, behind the first vector.
-        large = [each for each in keys if are_two and each.requires_grad and each.nbytes >= _LARGE]
-        apart = set(map(id, large))
-        for bucket in [*buckets([each for each in keys if id(each) not in apart]), *([each] for each in large)]:
-            lengths = [each.numel() for each in bucket]
-            room = 0 if are_two else -sum(lengths) % size  # as many for each rank
-            own = {node: _flatten(bucket, sums[node], room) for node in nodes}
-            if are_two:
-                total = self.world.comm.all_reduce(own[nodes[0]])
-            else:
-                part = fold_over_ranks(virtual, own, self._exchange, torch.Tensor.add_)
-                total = torch.cat(self.world.comm.all_gather(part))
-            for each, piece in zip(bucket, total.split([*lengths, room]), strict=False):
-                yield each, piece.view_as(each)
-
-    def _exchange(self, sums: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Of each rank, its sums in the slice that this one adds up: as much is sent as in a ring all-reduce."""
-        slices = [each.view(self.world.comm.size, -1) for each in sums]
-        return [list(each[0].unbind()) for each in self.world.comm.all_to_all(torch.stack(slices, 1))]
-
     def reduce_assigned(self, part: float) -> None:
         raise ValueError(
             f"gradients of the {self.name} were assigned by hand, and virtual_ranks adds those that backward passes "
@@ -395,14 +361,3 @@ def check_between(steps: Steps, name: str) -> None:
             f"{name} was called in the middle of a round of {steps.virtual.count} virtual ranks; call it after "
             "optimizer.step(), where accelerator.sync_gradients is true"
         )
-
-
-def _flatten(bucket: list[torch.Tensor], values: Tensors, room: int) -> torch.Tensor:
-    """The values of a bucket, one after another, and so many zeros; of a single large one its own memory, if it can."""
-    found = map(values.get, bucket)
-    pieces = [
-        (torch.zeros_like(each) if one is None else one).reshape(-1) for each, one in zip(bucket, found, strict=True)
-    ]
-    if len(pieces) == 1 and bucket[0].requires_grad and not room:
-        return pieces[0]
-    return torch.cat([*pieces, bucket[0].new_zeros(room)] if room else pieces)
