@@ -52,7 +52,7 @@ def test_a_mismatch_reads_as_a_sentence():
 
 
 def test_ranks_whose_loaders_differ_are_told_of_their_data():
-    data = "every rank must read the same batches, of which the loader gives it a part; "
+    data = "every rank must read the same batches, since the loader gives each rank a part of them; "
     short, long = (Call("", purpose=f"a loop over a DataLoader of {count} samples, epoch 0") for count in (20, 24))
     assert data in str(mismatch_of(short, long))
     actions = {rank: action_of(entry) for rank, entry in enumerate((short, long))}

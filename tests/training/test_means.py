@@ -123,7 +123,7 @@ def test_rows_of_no_batch_are_refused_while_loaders_deliver() -> None:
     with use_world(solo_world()):
         loader, mean = Accelerator(device=HOST).prepare(loader_of(6, 3), Mean())
         for _, labels in loader:
-            with pytest.raises(ValueError, match="no batch's of a loader"):
+            with pytest.raises(ValueError, match="belong to no batch of a prepared loader"):
                 mean.update(1.0, labels + 1)
 
 

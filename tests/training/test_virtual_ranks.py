@@ -774,7 +774,7 @@ REFUSED: dict[Callable[[Loop], None], str] = {
     closes: "and a closure cannot be combined",
     uses_more_threads: r"set_num_threads\(2\) was called",
     makes_graphs: r"create_graph=True\) through the",
-    goes_past: "came past what prepare\\(\\) has returned",
+    goes_past: "bypassed what prepare\\(\\) has returned",
     evaluates: "in a loop without gradients: .* call its eval",
     weighs_twice: "two passes of one batch have weight=2 and weight=None, .* pass the same in both",
     accumulates: "cannot be set with virtual_ranks=2",

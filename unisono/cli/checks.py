@@ -71,7 +71,7 @@ def check_resources() -> Iterator[Finding]:
     yield warning_if(min(limit, free) < _GIB, "memory", text, advice)
     if Path("/dev/shm").is_dir():
         usage = shutil.disk_usage("/dev/shm")
-        text = f"/dev/shm has {_amount(usage.total)}, of which {_amount(usage.free)} are free"
+        text = f"/dev/shm has {_amount(usage.total)}, {_amount(usage.free)} free"
         advice = (
             "loader workers leave batches there, and are killed by SIGBUS when it is full: docker run --shm-size=8g "
             "(or --ipc=host); in Kubernetes an emptyDir with medium: Memory mounted there; else num_workers=0"
@@ -190,7 +190,7 @@ def _pairs_of(family: Backend) -> Iterator[Finding]:
     typical = median(rates.values())
     for pair, rate in rates.items():
         if rate < typical / 4:
-            text = f"from {pair}: {rate / 1e9:.2f} GB/s, where {typical / 1e9:.2f} is typical of the others"
+            text = f"from {pair}: {rate / 1e9:.2f} GB/s, while others typically have {typical / 1e9:.2f}"
             yield Finding(
                 "copies", "warning", text, "look at the slot and the cable: the vendor's tool shows the links"
             )

@@ -57,7 +57,7 @@ WAY_OUT = (
     "only random augmentation differs, DeviceLoader(loader, already_sharded=False); otherwise read the same data on "
     "all ranks (random_split with a seeded generator), in the same order (shuffled by the epoch, or with one seed)"
 )
-_RULE_OF_DATA = f"read the same batches, of which the loader gives it a part; {WAY_OUT}"
+_RULE_OF_DATA = f"read the same batches, since the loader gives each rank a part of them; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"
 """The beginning of what a rank announces."""
 WEIGHTS = "the weights of the batches of a step"

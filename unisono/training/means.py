@@ -189,7 +189,7 @@ def _count_rows(of: Any, world: World) -> tuple[int, int]:
     samples = {batch.samples for batch in found}
     if not samples and deliveries.recent():
         raise ValueError(
-            f"of= holds {rows} rows that are no batch's of a loader of this package; prepare(loader), and pass the "
+            f"of= holds {rows} rows that belong to no batch of a prepared loader; prepare(loader), and pass the "
             "batch, or its labels, as it came, or the number of samples that count, loader.valid_samples"
         )
     if len(samples) > 1:

@@ -170,7 +170,7 @@ class UnpreparedSchedule:
             )
         if stepper.world.rank or not (is_alone and is_changed and (is_mean or batches != rounds)):
             return
-        when = f"on every microbatch, {stepper.every} of which make a step"
+        when = f"on every microbatch, though {stepper.every} make a step"
         if not is_mean:
             when = f"once in a step of {size} ranks, where one device takes {batches / rounds:.3g} steps"
         logger.warning(

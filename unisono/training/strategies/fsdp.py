@@ -62,7 +62,7 @@ class FSDPStrategy(Strategy):
         family = self.world.backend
         if family.process_group_backend != "gloo" and f"{family.name}:gloo" in dist.get_backend_config().split(","):
             raise ValueError(
-                f"strategy='fsdp' on {self.world.device} cannot use this group, which is of gloo: torch crashes when "
+                f"strategy='fsdp' on {self.world.device} cannot use a gloo group: torch crashes when "
                 "it gathers shards there; give each rank a device of its own and a group of "
                 f"{family.process_group_backend}, or use strategy='zero1' or 'ddp'"
             )
@@ -389,8 +389,8 @@ class FSDPEngine(Engine):
         if self.gradients.has_bypassed():
             self._refuse_unseen()
         raise RuntimeError(
-            "strategy='fsdp' reduces in the backward pass that ends a step, and the gradients are of passes that end "
-            "none: they ran under no_sync(model), or their loop was left; let the last backward pass of a step run "
+            "strategy='fsdp' reduces in the backward pass that ends a step, and no pass of these gradients has ended "
+            "one: they ran under no_sync(model), or their loop was left; let the last backward pass of a step run "
             "outside of it, or zero_grad() after a loop that was left"
         )
 

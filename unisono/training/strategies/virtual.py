@@ -74,8 +74,8 @@ class VirtualEngine(Engine):
         check_left(self.world, self._virtual, batch.loop)
         if is_recorded and batch.loop.last is not batch:
             raise RuntimeError(
-                f"a forward pass of the {self.name} is on a batch that is not the one that its loop has drawn last: "
-                "with virtual_ranks random numbers are those of the latter; draw each batch where it is used"
+                f"a forward pass of the {self.name} is on another batch than its loop has drawn last: with "
+                "virtual_ranks random numbers are those of the batch drawn last; draw each batch where it is used"
             )
         step, version = self.steps.step, self.count_writes()
         round_, first = self._first_writes.setdefault(batch.loop, (draw.round, version))
@@ -154,8 +154,8 @@ class VirtualEngine(Engine):
             )
         if self.module.training and self.members.has_buffers() and self._buffers.turn != draw.turn:
             raise RuntimeError(
-                f"a loss of the {self.name} came past what prepare() has returned, so that its buffers are not those "
-                "of the virtual rank; call that, or a method of it after model.mark_forward_method(name)"
+                f"a loss of the {self.name} bypassed what prepare() has returned, so its buffers are not the virtual "
+                "rank's; call that, or a method of it after model.mark_forward_method(name)"
             )
         visits = [each for each in self.steps.step.visits if each.loop is visit.loop and each.batch is not None]
         draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
