@@ -66,7 +66,7 @@ def test_ranks_whose_loaders_differ_are_told_of_their_data():
         Call("", purpose=f"the gradients of step 3 (batch 3 of its loop, round 0000000{round}) at lr {rate}")
         for round, rate in (("a", 0.1), ("b", 0.1), ("a", 0.2))
     ]
-    assert "; and it must read the same batches, of which" in str(mismatch_of(*steps[:2]))
+    assert "; and it must read the same batches, since" in str(mismatch_of(*steps[:2]))
     assert "read the same batches" not in str(mismatch_of(steps[0], steps[2]))
 
 

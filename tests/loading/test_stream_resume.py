@@ -303,7 +303,7 @@ def test_uneven_parts_are_said_once_with_who_carries_them(caplog):
         passes(THREADS_2, CutsItself, None, workers=1, state=state)
     said = [each.getMessage() for each in caplog.records if "this epoch was cut into" in each.getMessage()]
     assert len(said) == 1
-    assert "begun by 3 parts, of which 1 rank(s) carry 2 and the others 1" in said[0]
+    assert "cut into 3 parts: 1 rank(s) read 2 and the others 1" in said[0]
 
 
 ONE_WORKER = "the stream was cut by the numbers of loader workers: one reads it until the epoch ends"
