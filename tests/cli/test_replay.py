@@ -354,7 +354,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "optimizer": (["--step", "3", "--optimizer", "1"], "and the record has the steps of 0; pass one of these"),
     "backend": (["--step", "3", "--backend", "tpu9"], "backend 'tpu9' does not exist; choose one of"),
     "no backend": (["--step", "3", "--backend", "mps"], "backend 'mps' has no device on this machine"),
-    "cwd": (["--step", "3", "--cwd", "/no/such"], "--cwd /no/such is no directory; pass the one that the script"),
+    "cwd": (["--step", "3", "--cwd", "/no/such"], "--cwd /no/such is no directory; pass the one to start the script"),
     "command": (
         ["--step", "3"],
         "does not say how the run was started: only unisono run records that; start the script by",

@@ -179,7 +179,7 @@ def test_the_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_run(persis
 
 def test_a_state_of_another_kind_is_refused():
     state = DeviceLoader([[1]] * 4).state_dict()
-    with pytest.raises(StateError, match="it was not saved over a stream"):
+    with pytest.raises(StateError, match="it is not a stream's"):
         DeviceLoader(loader_of(Stream())).load_state_dict({**state, "offset": 2})
 
 

@@ -870,7 +870,7 @@ def test_what_is_drawn_at_a_step_is_drawn_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_out", "words"), [(2, "step for 1 of the 2 batches"), (3, "has a batch twice, or not each of a round's")]
+    ("left_out", "words"), [(2, "step for 1 of the 2 batches"), (3, "has a batch twice, or lacks one of the round")]
 )
 def test_a_batch_that_is_left_out_is_refused(left_out: int, words: str) -> None:
     accelerator, model, optimizer, loader = model_and_loader()

@@ -95,7 +95,7 @@ def check_environment() -> Iterator[Finding]:
 def describe_launcher() -> str:
     """What has given this process a place among others, in words; empty for a plain process."""
     if agent := announced_agent():
-        return f"{agent.launcher} tell of {agent.num_nodes} machine(s): `unisono run` starts the ranks of this one"
+        return f"{agent.launcher} announce {agent.num_nodes} machine(s): `unisono run` starts the ranks of this one"
     if place := announced_place():
         return f"{place.launcher} made this process rank {place.rank} of {place.world_size}: spawn runs fn as that rank"
     return ""
@@ -184,7 +184,7 @@ def _pairs_of(family: Backend) -> Iterator[Finding]:
             yield Finding("copies", "problem", f"a copy from {pair} does not end within {_COPY_S:g} s", advice)
             return
         if not answer["is_equal"]:
-            advice = f"do not train on these until it is mended; {_PEER_TO_PEER}"
+            advice = f"do not train on these until that is repaired; {_PEER_TO_PEER}"
             yield Finding("copies", "problem", f"what is copied from {pair} arrives with other bits", advice)
         rates[pair] = answer["rate"]
     typical = median(rates.values())

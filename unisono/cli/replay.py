@@ -118,7 +118,7 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
             f"the steps of {known}; pass one of these"
         )
     if parsed.cwd and not os.path.isdir(parsed.cwd):
-        raise ValueError(f"--cwd {parsed.cwd} is no directory; pass the one that the script is to start in")
+        raise ValueError(f"--cwd {parsed.cwd} is no directory; pass the one to start the script in")
     if parsed.backend:
         pick_backend(parsed.backend)
 

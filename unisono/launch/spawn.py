@@ -126,9 +126,7 @@ def spawn(
     chosen = Options(daemon=daemon, **options)
     if chosen.engine is not None:
         if not join:
-            raise ValueError(
-                "spawn(join=False) does not go with engine=: the call waits for the machines; leave join out"
-            )
+            raise ValueError("spawn(join=False) does not go with engine=, which waits for machines; leave join out")
         check_threads("spawn", uses_processes=True)
         try:
             return spawn_on(find_engine(chosen.engine), fn, args, nprocs, replace(chosen, engine=None))

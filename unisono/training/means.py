@@ -153,8 +153,8 @@ class Accuracy(Mean):
             )
         if values.shape[1:] == (1,) or (values.ndim == 1 and values.is_floating_point()):
             raise ValueError(
-                f"values={values.dtype} of shape {tuple(values.shape)} are no scores of several classes, nor predicted "
-                "classes; of two classes with one score, pass integers of shape (rows,), as (scores > 0).long()"
+                f"values={values.dtype} of shape {tuple(values.shape)} are neither scores of several classes nor "
+                "predicted classes; for two classes with one score, pass integers of shape (rows,): (scores > 0).long()"
             )
         predicted = values.argmax(dim=1) if values.ndim == 2 else values
         super().update(predicted == of, of)

@@ -129,8 +129,8 @@ class Engine:
     def _refuse_added(self, new: Sequence[torch.Tensor]) -> NoReturn:
         shapes = ", ".join(str(list(each.shape)) for each in new)
         raise RuntimeError(
-            f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and no rank knows those of "
-            "the others; add them before, or call free_memory() and prepare the model and a new optimizer"
+            f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and no rank knows the "
+            "others'; add them before, or call free_memory() and prepare the model and a new optimizer"
         )
 
     def adapt_to_trained(self) -> None:

@@ -85,8 +85,8 @@ class VirtualEngine(Engine):
         if (round_ == draw.round and first != version) or (is_recorded and is_asked and step.last is batch):
             raise RuntimeError(
                 f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
-                "same round; with virtual_ranks those of other virtual ranks come before it: compute all losses of a "
-                "batch before the first step() of its optimizers, and change parameters by hand where "
+                "same round; with virtual_ranks the other virtual ranks' forward passes come first: compute all losses "
+                "of a batch before the first step() of its optimizers, and change parameters by hand where "
                 "accelerator.sync_gradients is true"
             )
 
@@ -162,9 +162,9 @@ class VirtualEngine(Engine):
         turns = {each.turn for each in draws}
         if any(each.round != draw.round for each in draws) or len(turns) < len(draws) or self._has_left(visit):
             raise RuntimeError(
-                f"a step of the {self.name} has a batch twice, or not each of a round's: with virtual_ranks each batch "
-                "has its passes before optimizer.step() is called for it, once, and none is left out; leave a loop "
-                "where accelerator.sync_gradients is true"
+                f"a step of the {self.name} has a batch twice, or lacks one of the round: with virtual_ranks each "
+                "batch has its passes before optimizer.step() is called for it, once, and none is left out; leave a "
+                "loop where accelerator.sync_gradients is true"
             )
         if self._requests.reduced:
             raise RuntimeError(
