@@ -129,7 +129,7 @@ def test_rows_of_no_batch_are_refused_while_loaders_deliver() -> None:
 
 @pytest.mark.parametrize("values", [torch.ones(3, 1), torch.ones(3)])
 def test_one_score_for_two_classes_is_no_prediction(values) -> None:
-    with pytest.raises(ValueError, match=r"pass integers of shape \(rows,\), as \(scores > 0\).long\(\)"):
+    with pytest.raises(ValueError, match=r"pass integers of shape \(rows,\): \(scores > 0\).long\(\)"):
         Accuracy().update(values, torch.ones(3))
 
 
