@@ -197,7 +197,7 @@ def test_without_it_the_feature_is_missing_and_the_error_says_why(name, module):
     path, purpose = torch_private.NAMES[name]
     said = run(WITHOUT.format(path=path, module=module))
     assert said.strip() == (
-        f"torch {torch.__version__} has no {path}, a private name by which Unisono {purpose}; Unisono was tried with "
+        f"torch {torch.__version__} has no {path}, a private name with which Unisono {purpose}; Unisono was tried with "
         f"torch {', '.join(torch_private.TRIED)}: install one of these, or a later Unisono"
     )
 

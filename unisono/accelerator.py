@@ -350,7 +350,7 @@ class Accelerator(GradientMethods, GatherMethods, RankView, Tracked, CheckpointM
         """
         self._states.check_round("digest")
         if not self._prepared.modules():
-            raise RuntimeError("no model is prepared, of which digest() could be; call prepare(model, ...) before")
+            raise RuntimeError("digest() found no prepared model; call prepare(model, ...) first")
         with self.world.state.deliveries.evaluations.aside():  # it counts nothing of a loop
             self.world.comm.announce("digest")
             found = hashlib.sha256()

@@ -230,8 +230,8 @@ class Backend(ABC):
         """Why the family lacks the feature, and what to do instead, in words; None where it has it."""
         if feature == "process_group" and self.process_group_backend == "gloo":
             return (
-                f"process groups do not support {self.name.upper()} tensors; use strategy='ddp', without comm_hook, "
-                "whose gradients the backward pass reduces through main memory"
+                f"process groups do not support {self.name.upper()} tensors; use strategy='ddp' without comm_hook, "
+                "where the backward pass reduces the gradients through main memory"
             )
         if feature == "spmd":
             return "XLA's devices have it (device='xla:0', or UNISONO_BACKEND=xla); here take strategy='ddp'"

@@ -191,7 +191,7 @@ def __getattr__(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         if name not in INSTEAD:
             raise ImportError(
-                f"torch {torch.__version__} has no {path}, a private name by which Unisono {purpose}; Unisono was "
+                f"torch {torch.__version__} has no {path}, a private name with which Unisono {purpose}; Unisono was "
                 f"tried with torch {', '.join(TRIED)}: install one of these, or a later Unisono"
             ) from error
         found = None

@@ -163,8 +163,8 @@ def current_world() -> World:
         )
     if _used and current_graph_task_id() >= 0:
         raise NoWorldError(
-            "in autograd's own thread the replica whose backward pass this is cannot be known: before 2.13, torch does "
-            "not hand it on; pass world= what current_world() was in the forward pass, or use a newer torch"
+            "in autograd's own thread it is unknown which replica's backward pass this is: before 2.13, torch does "
+            "not pass it on; pass world= what current_world() was in the forward pass, or use a newer torch"
         )
     if _solo is None:
         _solo = solo_world()

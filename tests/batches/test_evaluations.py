@@ -17,7 +17,7 @@ from unisono import Accelerator, Accuracy, Mean, spawn
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
-ADVICE = "nothing since it began: what it has counted is of the samples of one rank, not of all; count with"
+ADVICE = "nothing since it began: it has counted one rank's samples, not those of all ranks; count with"
 
 
 class Stream(IterableDataset[Any]):

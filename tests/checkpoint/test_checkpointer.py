@@ -572,5 +572,5 @@ def test_the_state_of_an_optimizer_of_another_class_is_refused(other: Any, tmp_p
         load(tmp_path / "one", model=model, optimizer=made)
     assert made.param_groups[0]["lr"] == 0.1
     _, prepared = accelerator.prepare(model, made)
-    with pytest.raises(CheckpointMismatchError, match="of an optimizer of another class than"):
+    with pytest.raises(CheckpointMismatchError, match="to an optimizer of another class than"):
         accelerator.load_state_dict(prepared, saved.state_dict())

@@ -370,7 +370,7 @@ def test_no_snapshot_is_taken_where_another_thread_draws_which_is_said(caplog: p
     thread.join()
     for batch in queue:
         loop.train(*batch)
-    assert "another thread than that of the steps draws the batches" in caplog.text
+    assert "one thread draws the batches, and another takes the steps" in caplog.text
     assert "no prepared loader" not in caplog.text
 
 
@@ -380,12 +380,12 @@ def test_a_loop_over_another_loader_says_that_it_has_no_snapshots(caplog: pytest
         loop.train(*batch)
     for batch in loop.other:
         loop.train(*batch)
-    assert caplog.text.count("no snapshot is taken in a loop over another loader than that of the first step") == 1
+    assert caplog.text.count("no snapshot is taken in this loop: its loader is not the first step's") == 1
 
 
 def test_a_loop_over_a_loader_that_was_not_prepared_is_an_error() -> None:
     loop = Loop("unused", -1)
-    with pytest.raises(ValueError, match="over a loader that was not prepared"):
+    with pytest.raises(ValueError, match="cannot record the place in a loader that was not prepared"):
         for batch in DeviceLoader(DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), 2)):
             loop.train(*batch)
     assert loop.count.value == 1
@@ -505,7 +505,7 @@ def test_a_second_accelerator_that_keeps_snapshots_is_refused() -> None:
             Accelerator(snapshot_every=1).free_memory()
 
     told = PROCESSES_2.told(body, ValueError)
-    assert all("a restarted script could not tell whose they are" in each for each in told)
+    assert all("a restarted script could not know which to load" in each for each in told)
 
 
 def test_a_training_loader_that_is_looked_at_elsewhere_is_an_error() -> None:
@@ -759,7 +759,7 @@ def test_steps_on_data_of_no_prepared_loader_are_said_to_have_no_snapshot(caplog
         accelerator.backward(model(torch.ones(4, 2)).mean())
         optimizer.step()
         optimizer.zero_grad()
-        told.append(caplog.text.count("no snapshot is taken: the steps are on data of no prepared loader"))
+        told.append(caplog.text.count("no snapshot is taken: the batches come from no prepared loader"))
     assert told == [0] * 7 + [1] * 13
 
 

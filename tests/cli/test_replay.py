@@ -227,7 +227,7 @@ def test_a_replay_overwrites_no_file_and_can_write_to_another_directory(run: Pat
     before = files_in(run)
     code, _, errors = replay(run, "--step", "16")
     assert code == 2
-    assert "PermissionError: a replay writes over no file of the run, and the script would change steps.txt" in errors
+    assert "PermissionError: a replay overwrites no file of the run, and the script would change steps.txt" in errors
     other = run.parent / "other"
     other.mkdir()
     (other / "data.pt").symlink_to(run / "data.pt")
@@ -354,8 +354,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "optimizer": (["--step", "3", "--optimizer", "1"], "and the record has the steps of 0; pass one of these"),
     "backend": (["--step", "3", "--backend", "tpu9"], "backend 'tpu9' does not exist; choose one of"),
     "no backend": (["--step", "3", "--backend", "mps"], "backend 'mps' has no device on this machine"),
-    "cwd": (["--step", "3", "--cwd", "/no/such"], "--cwd /no/such is no directory; pass the one that the script"),
-    "command": (["--step", "3"], "does not say how the run was started, which only unisono run writes; record it by"),
+    "cwd": (["--step", "3", "--cwd", "/no/such"], "--cwd /no/such is no directory; pass the one to start the script"),
+    "command": (
+        ["--step", "3"],
+        "does not say how the run was started: only unisono run records that; start the script by",
+    ),
     "script": (["--step", "3"], "the script train.py is neither in "),
 }
 

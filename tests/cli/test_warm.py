@@ -233,7 +233,7 @@ def test_a_killed_warm_process_does_not_end_a_run(own, ear):
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    assert "was killed, and with it the exit code lost" in errors
+    assert "was killed, and the exit code is lost" in errors
     assert not survivors(pids)
 
 

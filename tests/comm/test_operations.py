@@ -52,7 +52,7 @@ def test_a_mismatch_reads_as_a_sentence():
 
 
 def test_ranks_whose_loaders_differ_are_told_of_their_data():
-    data = "every rank must read the same batches, and the loader gives it its part; "
+    data = "every rank must read the same batches, since the loader gives each rank a part of them; "
     short, long = (Call("", purpose=f"a loop over a DataLoader of {count} samples, epoch 0") for count in (20, 24))
     assert data in str(mismatch_of(short, long))
     actions = {rank: action_of(entry) for rank, entry in enumerate((short, long))}
@@ -66,7 +66,7 @@ def test_ranks_whose_loaders_differ_are_told_of_their_data():
         Call("", purpose=f"the gradients of step 3 (batch 3 of its loop, round 0000000{round}) at lr {rate}")
         for round, rate in (("a", 0.1), ("b", 0.1), ("a", 0.2))
     ]
-    assert "; and it must read the same batches, and" in str(mismatch_of(*steps[:2]))
+    assert "; and it must read the same batches, since" in str(mismatch_of(*steps[:2]))
     assert "read the same batches" not in str(mismatch_of(steps[0], steps[2]))
 
 

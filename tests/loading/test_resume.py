@@ -150,9 +150,9 @@ def test_a_parallel_loader_that_has_begun_loads_no_state():
     with ParallelLoader(shuffled(), devices(1), seed=5) as parallel:
         assert parallel.epoch == 0
         iterator = parallel.per_device_loader("cpu:0")
-        with pytest.raises(BusyError, match="load_state_dict comes before a pass"):
+        with pytest.raises(BusyError, match="load_state_dict comes before the pass"):
             parallel.load_state_dict(STATE)
-        with pytest.raises(BusyError, match="set_epoch comes before a pass"):
+        with pytest.raises(BusyError, match="set_epoch comes before the pass"):
             parallel.set_epoch(3)
         assert [each for batch in iterator for each in batch.tolist()] == order(SAMPLES, 5, 0)
 

@@ -179,7 +179,7 @@ def test_the_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_run(persis
 
 def test_a_state_of_another_kind_is_refused():
     state = DeviceLoader([[1]] * 4).state_dict()
-    with pytest.raises(StateError, match="it is not that of a stream"):
+    with pytest.raises(StateError, match="it is not a stream's"):
         DeviceLoader(loader_of(Stream())).load_state_dict({**state, "offset": 2})
 
 
@@ -301,9 +301,9 @@ def test_uneven_parts_are_said_once_with_who_carries_them(caplog):
     state = passes(THREADS_3, CutsItself, 1, workers=1)[0][0].state
     with caplog.at_level(logging.WARNING):
         passes(THREADS_2, CutsItself, None, workers=1, state=state)
-    said = [each.getMessage() for each in caplog.records if "this epoch was begun by" in each.getMessage()]
+    said = [each.getMessage() for each in caplog.records if "this epoch was cut into" in each.getMessage()]
     assert len(said) == 1
-    assert "begun by 3 parts, of which 1 rank(s) carry 2 and the others 1" in said[0]
+    assert "cut into 3 parts: 1 rank(s) read 2 and the others 1" in said[0]
 
 
 ONE_WORKER = "the stream was cut by the numbers of loader workers: one reads it until the epoch ends"
@@ -332,7 +332,12 @@ class OfItsPlace(Stream):
 @pytest.mark.parametrize(
     ("dataset", "before", "after", "words"),
     [
-        (OfItsPlace, (THREADS_2, 1), (SOLO, 1), r"cannot be made: give it a method shard\(num_shards, index\)"),
+        (
+            OfItsPlace,
+            (THREADS_2, 1),
+            (SOLO, 1),
+            r"cannot make another rank's part again: give it a method shard\(num_shards, index\)",
+        ),
     ],
 )
 @stand_ins()

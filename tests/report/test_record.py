@@ -124,7 +124,7 @@ def test_each_rate_says_which_time_it_is_over(run: Run, tmp_path: Path, capsys) 
     assert f" samples/s over 2 rank(s), in the {seconds:,.2f} s that" in table_of(run.report)
     assert page_data(run)["facts"][3].endswith(" per second in loops")
     assert "samples/s in loops" in page_data(run)["table"][0]
-    assert "rates: of the last second; of a rank that has ended, of all its time, also outside loops" in describe(run)
+    assert "rates: of the last second; for a rank that has ended, all its time, also outside loops" in describe(run)
     going_on = replace(run, ranks=[replace(each, end=None) for each in run.ranks])
     assert "rates: of the last second" in describe(going_on)
 

@@ -381,7 +381,7 @@ def test_what_float16_cannot_hold_is_refused_and_each_way_out_is_one():
         loss = network(torch.randn(3, 5)).mean()
         accelerator.backward(loss, weight=accelerator.process_index)
 
-    with pytest.raises(ValueError, match=r"the loss of this rank has weight=0.* mixed_precision='bf16', or leave out"):
+    with pytest.raises(ValueError, match=r"this rank's loss has weight=0.* mixed_precision='bf16', or leave out"):
         THREADS_2.run(lambda: body(mixed_precision="fp16", sync_batchnorm=True))
     THREADS_2.run(lambda: body(mixed_precision="bf16", sync_batchnorm=True))
     THREADS_2.run(lambda: body(mixed_precision="fp16"))

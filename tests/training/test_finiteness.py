@@ -71,7 +71,9 @@ def test_a_loss_is_named_with_its_rank_and_step(mode: Mode, caplog, capfd) -> No
 def test_a_gradient_of_plain_backward_is_too(mode: Mode, strategy: str, caplog, capfd) -> None:  # type: ignore[no-untyped-def]
     mode.run(lambda: train(lambda accelerator, loss: loss.backward(), strategy=strategy) and None)
     [line] = said(caplog, capfd)
-    assert "a gradient that was reduced (accelerator.backward(loss) tells of which rank's loss) is NaN or" in line
+    assert (
+        "a gradient that was reduced (with accelerator.backward(loss) the line would name the rank) is NaN or" in line
+    )
     assert "in step 3 (batch 3 of its loop);" in line
 
 

@@ -241,7 +241,7 @@ def test_weights_differing_by_rank_are_refused_for_losses_of_all_ranks(peers, wa
             raise ValueError(f"{error} in step {steps}") from None
         return steps
 
-    with pytest.raises(ValueError, match=r"unisono\.functional are of the losses of all ranks.* in step 2"):
+    with pytest.raises(ValueError, match=r"unisono\.functional belong to all ranks' losses.* in step 2"):
         peers.run(train)
 
 

@@ -123,13 +123,13 @@ def test_rows_of_no_batch_are_refused_while_loaders_deliver() -> None:
     with use_world(solo_world()):
         loader, mean = Accelerator(device=HOST).prepare(loader_of(6, 3), Mean())
         for _, labels in loader:
-            with pytest.raises(ValueError, match="no batch's of a loader"):
+            with pytest.raises(ValueError, match="belong to no batch of a prepared loader"):
                 mean.update(1.0, labels + 1)
 
 
 @pytest.mark.parametrize("values", [torch.ones(3, 1), torch.ones(3)])
 def test_one_score_for_two_classes_is_no_prediction(values) -> None:
-    with pytest.raises(ValueError, match=r"pass integers of shape \(rows,\), as \(scores > 0\).long\(\)"):
+    with pytest.raises(ValueError, match=r"pass integers of shape \(rows,\): \(scores > 0\).long\(\)"):
         Accuracy().update(values, torch.ones(3))
 
 

@@ -71,7 +71,7 @@ def test_a_rank_in_an_engines_thread_stops_when_the_engine_asks():
     found: list[Any] = []
 
     def body() -> None:
-        with pytest.raises(UnisonoError, match=r"should_stop\(asked=\) takes whether this rank was asked"):
+        with pytest.raises(UnisonoError, match=r"pass should_stop\(asked=\) whether this rank was asked"):
             should_stop()
         with use_world(solo_world()):
             found.extend([should_stop(False), should_stop(True), should_stop(False)])

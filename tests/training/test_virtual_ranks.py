@@ -774,7 +774,7 @@ REFUSED: dict[Callable[[Loop], None], str] = {
     closes: "and a closure cannot be combined",
     uses_more_threads: r"set_num_threads\(2\) was called",
     makes_graphs: r"create_graph=True\) through the",
-    goes_past: "came past what prepare\\(\\) has returned",
+    goes_past: "bypassed what prepare\\(\\) has returned",
     evaluates: "in a loop without gradients: .* call its eval",
     weighs_twice: "two passes of one batch have weight=2 and weight=None, .* pass the same in both",
     accumulates: "cannot be set with virtual_ranks=2",
@@ -870,7 +870,7 @@ def test_what_is_drawn_at_a_step_is_drawn_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_out", "words"), [(2, "step for 1 of the 2 batches"), (3, "has a batch twice, or not each of a round's")]
+    ("left_out", "words"), [(2, "step for 1 of the 2 batches"), (3, "has a batch twice, or lacks one of the round")]
 )
 def test_a_batch_that_is_left_out_is_refused(left_out: int, words: str) -> None:
     accelerator, model, optimizer, loader = model_and_loader()

@@ -291,7 +291,7 @@ def test_what_goes_from_batch_to_batch_is_found_and_named() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(CorruptedComputeError, match="or the loop computes with what goes from batch to batch"):
+    with pytest.raises(CorruptedComputeError, match="or the loop's Python carries something from batch to batch"):
         body()
 
 

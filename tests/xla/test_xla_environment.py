@@ -227,7 +227,7 @@ def test_workers_on_a_tpu_get_a_chip_each_or_are_refused(script):
         (4, 8, V3, TWO_DEVICES),
         (4, 4, V2, TWO_DEVICES),
         (4, 1, V3, {"TPU_VISIBLE_CHIPS": "0", "TPU_PROCESS_BOUNDS": "1,1,1"}),
-        (4, 4, HOSTS, "this TPU spans 4 machines, whose runtimes wait for one another"),
+        (4, 4, HOSTS, "this TPU spans 4 machines, and their runtimes wait for one another"),
     ]
     done = script(f"table = {[row[:3] for row in table]}\n{TPU}")
     for (*row, expected), found in zip(table, json.loads(done.stdout.splitlines()[-1]), strict=True):

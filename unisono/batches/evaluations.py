@@ -68,7 +68,7 @@ class Evaluations:
             self._told.add(place)
             logger.warning(
                 "the loop in %s has ended, without backward passes, and the ranks have gathered and reduced nothing "
-                "since it began: what it has counted is of the samples of one rank, not of all; count with "
+                "since it began: it has counted one rank's samples, not those of all ranks; count with "
                 "unisono.Mean() or Accuracy(), or gather rows with accelerator.gather_for_metrics((predictions, "
                 "labels)), or count the first loader.valid_samples rows of each batch alone, and add the counts up: "
                 'accelerator.reduce(torch.tensor(count), "sum")',

@@ -236,7 +236,7 @@ def _check_model(what: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
     shown = [f"{key} (saved: {there.get(key, 'missing')}, here: {own.get(key, 'missing')})" for key in names[:5]]
     if names:
         raise CheckpointMismatchError(
-            f"{what} is of another model than this {type(model).__name__}: {len(names)} names differ, "
+            f"{what} belongs to another model than this {type(model).__name__}: {len(names)} names differ, "
             f"{', '.join(shown)}; build that model, or load the tensors that fit from `unisono checkpoint export`"
         )
 

@@ -115,8 +115,8 @@ class Snapshots:
         if is_alive or (keeper.has_kept and world.state.held_memory):
             raise ValueError(
                 f"snapshot_every={every}: another Accelerator of this rank keeps snapshots, or has kept some, and a "
-                "restarted script could not tell whose they are; prepare all with one, call spawn() for each of "
-                "several runs, or pass snapshot_every to one of them"
+                "restarted script could not know which to load; prepare everything with one Accelerator, call spawn() "
+                "once for each run, or pass snapshot_every to one of them"
             )
         keeper.has_kept = True
         world.state.deliveries.at_draw = WeakMethod(self._at_draw)
@@ -163,8 +163,8 @@ class Snapshots:
         def find() -> Contents:
             if any(content.rest.get("epoch", self._epoch) != self._epoch for _, content in taken):
                 raise CheckpointError(
-                    "the snapshot that rewind() would go back to is of the epoch before, and the lines behind its "
-                    "loop, as of a scheduler, would be undone and not run again; rewind() goes back within an epoch"
+                    "rewind() goes back within an epoch only, and the snapshot before this one was taken in the epoch "
+                    "before: lines after that loop, such as a scheduler's step, would be undone and not run again"
                 )
             return contents_of(taken)
 
@@ -198,7 +198,7 @@ class Snapshots:
         if not torch.is_grad_enabled():
             return
         if threading.get_ident() != self._thread:
-            say_once("no snapshot is taken where another thread than that of the steps draws the batches")
+            say_once("no snapshot is taken: one thread draws the batches, and another takes the steps")
             return
         step, is_first, loader = self._count(), loop.num_batches == 0, iterator.loader
         if self._leader is None:
@@ -233,9 +233,8 @@ class Snapshots:
         """Check that the state of the loader is that of this loop, in that epoch."""
         if iterator.loader.state_dict() != iterator.state_dict() or self._epoch != epoch:
             raise RuntimeError(
-                f"snapshot_every={self.every}: the loader of the loop that trains was looped over elsewhere, too, "
-                "which counts as an epoch, so that its place is not that of the loop; prepare a second loader, over "
-                "the same dataset, for the other loop"
+                f"snapshot_every={self.every}: a second loop over the training loader counts as an epoch of it, so the "
+                "place of the training loop is lost; prepare a second loader, over the same dataset, for the other loop"
             )
 
     def _look_at_other(self, loop: Loop, step: int) -> None:
@@ -243,8 +242,8 @@ class Snapshots:
         is_behind = step - self._step >= 4 * self.every
         if is_behind and loop.last is not None and loop.last.is_used and self._world.rank == 0:
             say_once(
-                "no snapshot is taken in a loop over another loader than that of the first step: where it would go on "
-                "is not known; a kill there costs the steps since then, or since a save_state() of yours"
+                "no snapshot is taken in this loop: its loader is not the first step's, so a restart could not "
+                "find its place; a kill here costs all its steps, or those since your last save_state()"
             )
 
     def look_at_step(self) -> None:
@@ -252,8 +251,8 @@ class Snapshots:
         is_behind = self._leader is None and self._count() - self._step >= 4 * self.every
         if is_behind and self._world.rank == 0 and not self._world.state.deliveries.recent():
             say_once(
-                "no snapshot is taken: the steps are on data of no prepared loader, so that where the loop would go on "
-                "is not known; prepare the loader, or save now and then by save_state(is_async=True)"
+                "no snapshot is taken: the batches come from no prepared loader, so a restart could not find its place "
+                "in the loop; prepare the loader, or save now and then by save_state(is_async=True)"
             )
 
     def take(self) -> None:
@@ -308,8 +307,8 @@ class Snapshots:
         counts = self._world.comm.all_gather_object(self._world.local_world_size)
         if len({*counts}) > 1 and self._world.rank == 0:
             logger.warning(
-                "machines have different numbers of ranks (%s), so that none has a copy of another's snapshots: if one "
-                "is lost, the newest checkpoint on disk is taken",
+                "machines have different numbers of ranks (%s), so none keeps a copy of another's snapshots: if one is "
+                "lost, the newest checkpoint on disk is taken",
                 ", ".join(map(str, sorted({*counts}))),
             )
         return len({*counts}) == 1
@@ -328,15 +327,15 @@ class Snapshots:
         world = self._world
         if self._leader is not None and not any(each is self._leader() for each in objects.values()):
             raise ValueError(
-                f"snapshot_every={self.every}: the loop is over a loader that was not prepared, whose place a "
-                "snapshot would not have; prepare it by this Accelerator"
+                f"snapshot_every={self.every}: a snapshot cannot record the place in a loader that was not prepared; "
+                "prepare it by this Accelerator"
             )
         before = find_parts(self._file, range(self._attempt))
         if not self._has_loaded and any(
             len(parts) >= min(parts[0].snapshot.needed, world.local_world_size) for parts in before
         ):
             raise RuntimeError(
-                "this run was restarted, and has begun anew, although a snapshot is there; call "
+                "this run was restarted, and has started over, although a snapshot is there; call "
                 "accelerator.load_state(must_exist=False) before the first step, which continues from it"
             )
         copies = self._slots * (1 if self._neighbours is None else 2)

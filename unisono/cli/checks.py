@@ -71,7 +71,7 @@ def check_resources() -> Iterator[Finding]:
     yield warning_if(min(limit, free) < _GIB, "memory", text, advice)
     if Path("/dev/shm").is_dir():
         usage = shutil.disk_usage("/dev/shm")
-        text = f"/dev/shm has {_amount(usage.total)}, of which {_amount(usage.free)} are free"
+        text = f"/dev/shm has {_amount(usage.total)}, {_amount(usage.free)} free"
         advice = (
             "loader workers leave batches there, and are killed by SIGBUS when it is full: docker run --shm-size=8g "
             "(or --ipc=host); in Kubernetes an emptyDir with medium: Memory mounted there; else num_workers=0"
@@ -95,7 +95,7 @@ def check_environment() -> Iterator[Finding]:
 def describe_launcher() -> str:
     """What has given this process a place among others, in words; empty for a plain process."""
     if agent := announced_agent():
-        return f"{agent.launcher} tell of {agent.num_nodes} machine(s): `unisono run` starts the ranks of this one"
+        return f"{agent.launcher} announce {agent.num_nodes} machine(s): `unisono run` starts the ranks of this one"
     if place := announced_place():
         return f"{place.launcher} made this process rank {place.rank} of {place.world_size}: spawn runs fn as that rank"
     return ""
@@ -184,13 +184,13 @@ def _pairs_of(family: Backend) -> Iterator[Finding]:
             yield Finding("copies", "problem", f"a copy from {pair} does not end within {_COPY_S:g} s", advice)
             return
         if not answer["is_equal"]:
-            advice = f"do not train on these until it is mended; {_PEER_TO_PEER}"
+            advice = f"do not train on these until that is repaired; {_PEER_TO_PEER}"
             yield Finding("copies", "problem", f"what is copied from {pair} arrives with other bits", advice)
         rates[pair] = answer["rate"]
     typical = median(rates.values())
     for pair, rate in rates.items():
         if rate < typical / 4:
-            text = f"from {pair}: {rate / 1e9:.2f} GB/s, where {typical / 1e9:.2f} is typical of the others"
+            text = f"from {pair}: {rate / 1e9:.2f} GB/s, while others typically have {typical / 1e9:.2f}"
             yield Finding(
                 "copies", "warning", text, "look at the slot and the cable: the vendor's tool shows the links"
             )

@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
         "it names the first step, and the first parameter, that differ. Each run has its files in a log directory: "
         "unisono run --log-dir logs, or spawn(output=Output('logs')). Exit code: 0 if all steps are equal, 1 if some "
         "step differs, 2 if the runs cannot be compared. With -o, also writes a page of both, which needs no network; "
-        "then runs of which neither has digests are no error.",
+        "then two runs without digests are no error.",
     )
     parser.add_argument("one", metavar="RUN", help="a run's directory, or a log directory: its latest run")
     parser.add_argument("other", metavar="RUN2", help="the other run")

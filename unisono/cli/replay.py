@@ -96,8 +96,8 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
     count, optimizers = recorded.settings.get("virtual_ranks"), {optimizer for _, optimizer in recorded.steps}
     if not recorded.command:
         raise ValueError(
-            f"the record in {parsed.directory} does not say how the run was started, which only unisono run writes; "
-            "record it by unisono run --log-dir logs script.py, in which spawn() may be called, too"
+            f"the record in {parsed.directory} does not say how the run was started: only unisono run records that; "
+            "start the script by unisono run --log-dir logs script.py, even if it calls spawn()"
         )
     if parsed.step < 1:
         raise ValueError(f"--step {parsed.step}: steps are numbered from 1")
@@ -118,7 +118,7 @@ def _check(parsed: argparse.Namespace, recorded: RunDigests) -> None:
             f"the steps of {known}; pass one of these"
         )
     if parsed.cwd and not os.path.isdir(parsed.cwd):
-        raise ValueError(f"--cwd {parsed.cwd} is no directory; pass the one that the script is to start in")
+        raise ValueError(f"--cwd {parsed.cwd} is no directory; pass the one to start the script in")
     if parsed.backend:
         pick_backend(parsed.backend)
 

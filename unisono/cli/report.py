@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--json writes no file; call it again for -o and --trace")
     runs = running_runs() if arguments.run_directory is None else []
     if len(runs) > 1:
-        arguments.parser.error(f"these runs of yours go on: {', '.join(map(str, runs))}; pass one of them as RUN")
+        arguments.parser.error(f"several of your runs are going: {', '.join(map(str, runs))}; pass one of them as RUN")
     try:
         found = read_run(arguments.run_directory or (runs or [DEFAULT])[0])
         if arguments.other is not None:

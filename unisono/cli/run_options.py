@@ -202,7 +202,7 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("--master-port", "P", f"the port ({_PORT})", _POSITIVE),
     ("--rdzv-backend", "B", "only c10d; static is treated as c10d", {"choices": ["c10d", "static"]}),
     ("--rdzv-id", "ID", "the name of the run, the same on all", {}),
-    ("--rdzv-secret-file", "F", "has the secret by which they sign; else UNISONO_RDZV_SECRET or ~/.unisono-secret", {}),
+    ("--rdzv-secret-file", "F", "the secret that they sign with; else UNISONO_RDZV_SECRET or ~/.unisono-secret", {}),
     ("--rdzv-insecure", "", "do without a secret, on a network that only you can reach", _NO_SECRET),
     ("--rdzv-conf", "K=V,..", "settings of torch's rendezvous", {"type": _parse_settings, "default": {}}),
     ("--lost-after", "S", _LOST_HELP, {**_SECONDS, "default": 60.0}),

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--for", dest="idle_s", metavar="T", type=_parse_time, default=1800.0, help="idle time: 90s, 30m (default), 2h"
     )
-    parser.add_argument("--stop", action="store_true", help="end it; what has been started from it goes on")
+    parser.add_argument("--stop", action="store_true", help="end it; runs started from it continue")
     parser.set_defaults(run=run)
 
 

@@ -56,7 +56,7 @@ WAY_OUT = (
     "for a stream or shards of one length, DeviceLoader(loader, already_sharded=True); if only random augmentation "
     "differs, DeviceLoader(loader, already_sharded=False); otherwise seed each shuffle and random_split alike"
 )
-_RULE_OF_DATA = f"read the same batches, and the loader gives it its part; {WAY_OUT}"
+_RULE_OF_DATA = f"read the same batches, since the loader gives each rank a part of them; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"
 """The beginning of what a rank announces."""
 WEIGHTS = "the weights of the batches of a step"

@@ -64,7 +64,7 @@ def handle(warnings: Sequence[int] = ()) -> None:
                 raise UnisonoError(
                     f"SIGTERM cannot be handled from thread {threading.current_thread().name!r}: Python lets only the "
                     "main thread of a process install a signal's handler; call should_stop() once in the main thread "
-                    "before, or DataParallel in the main thread; where an engine owns that, should_stop(asked=) takes "
+                    "before, or DataParallel in the main thread; where an engine owns that, pass should_stop(asked=) "
                     "whether this rank was asked in another way"
                 )
             is_done = threading.Event()

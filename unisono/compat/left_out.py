@@ -19,7 +19,7 @@ _ADVICE = {
     # PyTorch/XLA
     "stablehlo": "torch.export writes a model's graph",
     "experimental": "it has experimental parts of the original, and here only eager_mode",
-    "_XLAC": "it is of the original's C extension, which works only there",
+    "_XLAC": "it belongs to the original's C extension, which works only there",
     "all_to_all|collective_permute": (
         "it moves parts of a model between devices, and this framework runs whole models, one per device; all_gather "
         "gives every replica all parts"

@@ -64,7 +64,7 @@ def describe_mig() -> str:
     if not (count := listed.count("UUID: MIG-")):
         return ""
     return (
-        f"MIG divides the GPUs here into {count} instances, of which CUDA shows a process one: start one rank "
+        f"MIG divides the GPUs here into {count} instances, and CUDA shows a process only one: start one rank "
         "(nprocs=1); or let a launcher give each rank CUDA_VISIBLE_DEVICES=MIG-..., a name that nvidia-smi -L prints, "
         "as SLURM and Kubernetes do; or switch MIG off (nvidia-smi -mig 0)"
     )

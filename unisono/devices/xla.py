@@ -53,7 +53,7 @@ _LACKS: dict[Feature, str] = {
     "compile": "XLA compiles every step itself; leave compile out",
     "fp16": "XLA devices compute in bfloat16, which needs no loss scaler; use mixed_precision='bf16'",
     "process_group": "process groups do not support XLA tensors: gloo leaves them unchanged, without an error; use "
-    "strategy='ddp', without comm_hook, whose gradients the optimizer's step reduces",
+    "strategy='ddp' without comm_hook, where the optimizer's step reduces the gradients",
 }
 
 
@@ -94,8 +94,8 @@ class XlaBackend(Backend):
         """As in every family; before the first use, virtual devices are created on request."""
         if self._sharding is not None and index > 0:
             raise ValueError(
-                f"device xla:{index} does not exist: this process computes by strategy='spmd', whose xla:0 stands for "
-                "all of them"
+                f"device xla:{index} does not exist: this process computes by strategy='spmd', where xla:0 stands "
+                "for all of them"
             )
         is_open = hardware() == CPU and not missing_reason() and runtime_module() is None
         # A number that the user has set is final; one that was set here grows with the devices asked for.

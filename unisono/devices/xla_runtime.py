@@ -106,7 +106,7 @@ def check_chips(count: int) -> None:
     from torch_xla._internal import tpu
 
     if (hosts := tpu.num_tpu_workers()) > 1:
-        raise ValueError(f"this TPU spans {hosts} machines, whose runtimes wait for one another: use one machine's")
+        raise ValueError(f"this TPU spans {hosts} machines, and their runtimes wait for one another: use one machine's")
     chips = tpu.num_available_chips()
     if count > 1 and (cores := tpu.num_logical_cores_per_chip()) > 1:
         raise ValueError(
@@ -115,8 +115,8 @@ def check_chips(count: int) -> None:
         )
     if count not in (1, chips):
         raise ValueError(
-            f"nprocs={count}, but there are {chips} TPU chips here, one for each process, whose runtimes wait for one "
-            f"another: pass nprocs=1 or nprocs={chips}, or use DataParallel"
+            f"nprocs={count}, but there are {chips} TPU chips here, one for each process, and their runtimes wait for "
+            f"one another: pass nprocs=1 or nprocs={chips}, or use DataParallel"
         )
 
 

@@ -126,7 +126,7 @@ def spawn(
     chosen = Options(daemon=daemon, **options)
     if chosen.engine is not None:
         if not join:
-            raise ValueError("spawn(join=False) does not go with engine=, whose machines are waited for")
+            raise ValueError("spawn(join=False) does not go with engine=, which waits for machines; leave join out")
         check_threads("spawn", uses_processes=True)
         try:
             return spawn_on(find_engine(chosen.engine), fn, args, nprocs, replace(chosen, engine=None))
@@ -166,7 +166,7 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     try:
         family.check_workers(nprocs)
     except ValueError as error:
-        others = ", backend='cpu', or process_group='gloo', by which workers share devices"
+        others = ", backend='cpu', or process_group='gloo', which lets workers share devices"
         raise ValueError(
             f"nprocs={nprocs} needs as many devices: {error}; pass nprocs=None for one worker on each"
             f"{'' if family.process_group_backend == 'gloo' else others}"
@@ -187,8 +187,7 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
         raise ValueError(f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}")
     if not hasattr(os, "fork"):
         raise UnisonoError(
-            f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
-            "or WSL"
+            f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel (replicas in threads), or WSL"
         )
     import resource  # Unix only
 

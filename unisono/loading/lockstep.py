@@ -110,7 +110,7 @@ class StreamPosition(NamedTuple):
             of_rank = state.get("is_of_rank", state["by"] == "dataset")
             return cls(state["by"], tuple(layers), of_rank, state.get("before", 0), state.get("own"))
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError("the state does not say what was read of each part: it is not that of a stream") from error
+            raise StateError("the state does not say what was read of each part: it is not a stream's") from error
 
     def to_state(self) -> State:
         """The position as plain data."""

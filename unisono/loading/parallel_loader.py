@@ -369,7 +369,7 @@ class ParallelLoader(Dealt):
     def _refuse_begun(self, what: str) -> None:
         if self._receivers:
             raise BusyError(
-                f"{what} comes before a pass, and that of this ParallelLoader has begun; get the next one by again()"
+                f"{what} comes before the pass, which this ParallelLoader has begun; get the next one by again()"
             )
 
     def __len__(self) -> int:

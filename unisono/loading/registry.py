@@ -62,8 +62,8 @@ def check_order(loader: Any, world: World) -> None:
     is_of_completion = getattr(loader, "_output_order", "input") == "completion" and threads > 1
     if world.world_size > 1 and is_of_completion and type(loader).__module__.startswith("spdl."):
         raise ValueError(
-            f"this {type(loader).__name__} delivers its batches in the order in which its {threads} threads complete "
-            "them, which differs from rank to rank, so dealing them out would lose some and repeat others; pass "
+            f"this {type(loader).__name__} delivers each batch as soon as one of its {threads} threads completes it, "
+            "in an order that differs by rank, so dealing them out would lose some and repeat others; pass "
             "output_order='input' (in_order=True), or, if its source gives each rank a part of its own, "
             "DeviceLoader(loader, already_sharded=True)"
         )

@@ -201,8 +201,8 @@ class StreamSource(Source):
         if self._rank == 0 and len(taken.here.parts) % self._ranks:
             least, more = divmod(len(taken.here.parts), self._ranks)
             logger.warning(
-                "this epoch was begun by %d parts, of which %d rank(s) carry %d and the others %d: until it ends, the "
-                "others repeat samples that do not count once theirs have ended; the next epoch is cut evenly",
+                "this epoch was cut into %d parts: %d rank(s) read %d and the others %d, so these repeat samples, "
+                "which do not count, once theirs have ended; the next epoch is cut evenly",
                 len(taken.here.parts), more, least + 1, least,
             )  # fmt: skip
         found: dict[int, Any] = {}
@@ -212,8 +212,8 @@ class StreamSource(Source):
             found[rank] = dataset if is_own else part_of(dataset, rank, ranks)
             if found[rank] is None:
                 raise StateError(
-                    f"the state was saved by {ranks} rank(s), each of which read its own part, and here are "
-                    f"{self._ranks}; of a {type(dataset).__name__}, the part of another rank cannot be made: "
+                    f"the state was saved by {ranks} rank(s) that each read a part of their own, and here are "
+                    f"{self._ranks}; a {type(dataset).__name__} cannot make another rank's part again: "
                     f"{PROTOCOL}; or resume with {ranks} rank(s), or restart the epoch by set_epoch"
                 )
         return found

@@ -31,7 +31,7 @@ def describe(run: Run, columns: int = 0, is_coloured: bool = False) -> list[str]
     legend = ", ".join(f"{letter}{_TOGETHER}{meaning}" for letter, meaning in _MEANINGS.items() if letter in letters)
     spans = "rates: of the last second"
     if any(each.end is not None for each in run.ranks):
-        spans += "; of a rank that has ended, of all its time, also outside loops"
+        spans += "; for a rank that has ended, all its time, also outside loops"
     sentences = [
         *filter(None, [_place_line(run), logged_line(run), run.restarts.summary, legend and f"time: {legend}", spans]),
         run.verdict,

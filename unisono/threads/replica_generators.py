@@ -137,8 +137,8 @@ def _register_kernels() -> list[torch.library.Library]:
         below = keys_after(parse_dispatch_key(_KEY))
     except RuntimeError as error:
         raise ImportError(
-            f"torch {torch.__version__} has no dispatch key {_KEY}, by which each replica draws from a generator of "
-            f"its own; Unisono was tried with torch {', '.join(TRIED)}: install one of these, or use processes (spawn)"
+            f"torch {torch.__version__} has no dispatch key {_KEY}, which gives each replica a generator of its own; "
+            f"Unisono was tried with torch {', '.join(TRIED)}: install one of these, or use processes (spawn)"
         ) from error
     include_dispatch_key(_KEY, False)
     everything = torch.library.Library("_", "IMPL")

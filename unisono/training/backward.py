@@ -213,9 +213,9 @@ class Passes:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
         if len(parts := self._parts()) > 1:
             raise ValueError(
-                "gradients were assigned or added by hand, and may come from several batches, of which this rank had "
-                f"different parts ({', '.join(f'{each:.3g}' for each in sorted(parts))} of an even one), so that "
-                "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
+                "gradients were assigned or added by hand, and may come from several batches, where this rank had "
+                f"different parts ({', '.join(f'{each:.3g}' for each in sorted(parts))} of an even one), so one "
+                "number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
             )
         origin = self.origin if self._claims else find_origin(self._world)  # without a forward pass of the model
@@ -307,9 +307,9 @@ class Passes:
             raise claims.penalized()
         if origin.is_chained:
             raise ValueError(
-                f"one backward pass has losses of several batches, of which this rank has different parts, and the "
-                f"{model.name} has computed one of them from another model's outputs, where that gradient would be "
-                "weighed a second time; call accelerator.backward(loss) for the loss of each batch"
+                f"one backward pass has losses of several batches, this rank's parts of them differ, and the "
+                f"{model.name} has computed one of them from another model's outputs, so its gradient would be "
+                "weighed twice; call accelerator.backward(loss) for the loss of each batch"
             )
         return gradient * factor
 
@@ -321,8 +321,8 @@ class Passes:
             each and origin.batch and each.loop is origin.batch.loop for each in others
         ):
             raise RuntimeError(
-                f"one backward pass has losses of several batches of the {engine.name}, and with virtual_ranks each is "
-                "of another virtual rank; call accelerator.backward(loss) for the loss of each one when it is drawn"
+                f"one backward pass has losses of several batches of the {engine.name}, and with virtual_ranks each "
+                "belongs to another virtual rank; call accelerator.backward(loss) for each one's loss when it is drawn"
             )
         visit = self._count_late(origin, engine)
         if engine.gathers and self.steps.factor() != before:

@@ -225,8 +225,8 @@ class _Normalize(torch.autograd.Function):
             is_divisor = share > (NEGLIGIBLE if input.dtype is torch.float16 else 0)
             if not is_divisor and ctx.weigh is not float:
                 raise ValueError(
-                    "the loss of this rank has weight=0, and its rows are in the statistics of BatchNorm over all "
-                    f"ranks, whose losses send gradients through them that {input.dtype} cannot hold, or that no "
+                    "this rank's loss has weight=0, but its rows are in BatchNorm's statistics over all ranks, and the "
+                    f"other ranks' losses send gradients through them that {input.dtype} cannot hold, or that no "
                     "output of the model shows; use mixed_precision='bf16', or leave out sync_batchnorm=True"
                 )
             sums = torch.stack([for_bias, for_weight])

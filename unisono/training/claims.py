@@ -224,8 +224,8 @@ def check_alike(name: str, claims: Collection[Claim], origin: Origin, is_mean: b
 def bypassed(name: str) -> ValueError:
     """The error for a backward pass whose batch is not known, where that matters."""
     return ValueError(
-        f"a backward pass has reached parameters of the {name} and none of its outputs, so that it is not known of "
-        "which batch it is, and this rank has an uneven part of the current one; call what prepare() has returned, or "
+        f"a backward pass has reached parameters of the {name} and none of its outputs, so its batch is unknown, and "
+        "this rank has an uneven part of the current one; call what prepare() has returned, or "
         "a method of it after model.mark_forward_method(name), or name the batch, accelerator.backward(loss, "
         "batch=batch)"
     )
@@ -235,7 +235,7 @@ def guessed() -> ValueError:
     """The error for a pass that was counted for a batch other than that of its outputs."""
     return ValueError(
         "a backward pass has reached a parameter that was prepared by itself before any output of a model, and was "
-        "counted for the batch of the last forward pass, but its loss is of another one; name it, "
+        "counted for the batch of the last forward pass, but its loss belongs to another batch; name it, "
         "accelerator.backward(loss, batch=batch)"
     )
 
@@ -253,7 +253,7 @@ def penalized() -> ValueError:
     """The error for a pass whose penalty on gradients may come from another batch than its loss, where that matters."""
     return ValueError(
         "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of another, "
-        "of which this rank has a different part; call accelerator.backward(loss, batch=batch) for each of them"
+        "and this rank's parts of the two differ; call accelerator.backward(loss, batch=batch) for each of them"
     )
 
 
@@ -262,9 +262,9 @@ def check_repeated(batches: Sequence[Batch | None], weight: float | torch.Tensor
     if len({each is not None and each.is_repeated for each in batches}) > 1 and checked_weight(weight):
         raise ValueError(
             f"weight={checked_weight(weight):g} is given for a loss whose inputs were computed from a batch, or come "
-            "from no loader, and it is not known which: that batch may only repeat rows of another rank's, and weigh "
+            "from no loader; nothing shows which, and a batch that only repeats another rank's rows weighs "
             "0; name it, too, accelerator.backward(loss, weight=weight, batch=batch); or say that it is no loader's, "
-            "batch=(); or pass weight=0 for a batch of which loader.valid_samples is 0"
+            "batch=(); or pass weight=0 for a batch with loader.valid_samples 0"
         )
 
 
@@ -295,8 +295,8 @@ class Crossings:
 def crossed_virtual() -> ValueError:
     """The error for gradients of other ranks' losses, with virtual ranks."""
     return ValueError(
-        "gradients came through unisono.functional, of the losses of all ranks, and with virtual_ranks a rank carries "
-        "several; compute the loss of a batch from that batch, or leave out virtual_ranks"
+        "gradients came through unisono.functional, from all ranks' losses, and with virtual_ranks a rank has several "
+        "virtual ones; compute the loss of a batch from that batch, or leave out virtual_ranks"
     )
 
 
@@ -306,7 +306,7 @@ def refuse_crossed(part: float) -> None:
     if abs(part - 1) > _ROUNDING:
         raise ValueError(
             "the ranks have different numbers of samples, or weights, in this step, and gradients that came through "
-            "unisono.functional are of the losses of all ranks: no weight of a rank is correct for them; compute the "
+            "unisono.functional belong to all ranks' losses: no rank's weight is correct for them; compute the "
             "loss of the global batch on each rank, and give all ranks the same weight, as in backward(loss, "
             "weight=len(gathered) / world_size)"
         )

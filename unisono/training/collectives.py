@@ -260,7 +260,7 @@ def refuse_within_round(name: str, world: World, is_of_batch: bool = False) -> N
     if (loop is not None and loop.num_used) or not draw.carried.fills:
         raise RuntimeError(
             f"{name} came in the middle of a round, and with Virtual(balance=True) the ranks have different numbers of "
-            "batches of one: call it where accelerator.sync_gradients is true, after optimizer.step(); Mean and "
+            "batches in it: call it where accelerator.sync_gradients is true, after optimizer.step(); Mean and "
             "Accuracy take each batch, and gather when they compute; evaluate in a loop under torch.no_grad()"
         )
 

@@ -29,7 +29,7 @@ from unisono.world import World
 logger = logging.getLogger(__name__)
 
 LOSS = "the loss of rank {}"
-GRADIENT = "a gradient that was reduced (accelerator.backward(loss) tells of which rank's loss)"
+GRADIENT = "a gradient that was reduced (with accelerator.backward(loss) the line would name the rank)"
 
 _SKIPPING = (
     "; to leave out such steps, on all ranks: norm = accelerator.clip_grad_norm_(model, max_norm), and `if norm is "

@@ -31,7 +31,7 @@ def files_kept(directory: str) -> Iterator[None]:
         for path in args[: _WRITES[event]]:
             if isinstance(path, str | bytes | os.PathLike) and _is_kept(path):
                 raise PermissionError(
-                    f"a replay writes over no file of the run, and the script would change {os.fsdecode(path)}; start "
+                    f"a replay overwrites no file of the run, and the script would change {os.fsdecode(path)}; start "
                     "it in another directory, which has links to what it reads: --cwd DIR"
                 )
 

@@ -153,8 +153,8 @@ class Accuracy(Mean):
             )
         if values.shape[1:] == (1,) or (values.ndim == 1 and values.is_floating_point()):
             raise ValueError(
-                f"values={values.dtype} of shape {tuple(values.shape)} are no scores of several classes, nor predicted "
-                "classes; of two classes with one score, pass integers of shape (rows,), as (scores > 0).long()"
+                f"values={values.dtype} of shape {tuple(values.shape)} are neither scores of several classes nor "
+                "predicted classes; for two classes with one score, pass integers of shape (rows,): (scores > 0).long()"
             )
         predicted = values.argmax(dim=1) if values.ndim == 2 else values
         super().update(predicted == of, of)
@@ -189,7 +189,7 @@ def _count_rows(of: Any, world: World) -> tuple[int, int]:
     samples = {batch.samples for batch in found}
     if not samples and deliveries.recent():
         raise ValueError(
-            f"of= holds {rows} rows that are no batch's of a loader of this package; prepare(loader), and pass the "
+            f"of= holds {rows} rows that belong to no batch of a prepared loader; prepare(loader), and pass the "
             "batch, or its labels, as it came, or the number of samples that count, loader.valid_samples"
         )
     if len(samples) > 1:

@@ -173,9 +173,9 @@ class Steps(Machine):
         claims, is_mean = [each.claim for each in self.step.visits], self.step.policy.is_mean
         if not is_mean and len({each.part(self.parts) for each in claims}) > 1:
             raise ValueError(
-                "the closure has losses of batches of which this rank has different parts, and returns one number for "
-                "all of them, which cannot be weighed; compute the loss of one batch in a closure, or use batches that "
-                "the ranks share evenly (drop_last=True)"
+                "the closure has losses of several batches, and returns one number for all of them, which cannot be "
+                "weighed, since this rank's parts of them differ; compute the loss of one batch in a "
+                "closure, or use batches that the ranks share evenly (drop_last=True)"
             )
         counted = claims if is_mean else claims[-1:]
         total = sum(each.total for each in counted)
@@ -189,7 +189,7 @@ def _describe_misfit(misfit: Misfit) -> str:
             "for each of them, or for none"
         )
     return (
-        "the losses of one step are of several loaders, whose batches differ in size from those before by different "
+        "the losses of one step are of several loaders, and the sizes of their batches have changed by different "
         f"factors ({misfit.total:g} after {misfit.first:g} samples); train them with an Accelerator each, or drop the "
         "loaders' last batches"
     )

@@ -319,10 +319,8 @@ def test_an_agent_of_another_run_is_refused_and_both_named_ways_out_work(tmp_pat
         with agent(tmp_path / "refused", *command, "--rdzv-id", "two", script) as refused:
             code, output, errors = refused.end()
         assert (code, output) == (1, ""), errors
-        words = (
-            f"an agent of the run 'one' serves {place}, and this one is of the run 'two'; give the agents of one run "
-        )
-        assert words + "the same --rdzv-id, and each run a port of its own, by --rdzv-endpoint\n" in errors
+        words = f"an agent of the run 'one' serves {place}, and this one belongs to the run 'two'; give the agents of "
+        assert words + "one run the same --rdzv-id, and each run a port of its own, by --rdzv-endpoint\n" in errors
         with agent(tmp_path / "apart", *alone, "--rdzv-id", "two", script) as apart:
             assert apart.end() == (0, "[rank 0] 1.0\n", "")
         with agent(tmp_path / "joins", *command, "--rdzv-id", "one", script) as joins:

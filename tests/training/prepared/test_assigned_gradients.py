@@ -179,7 +179,7 @@ def test_gradients_that_were_asked_for_and_only_looked_at_change_nothing() -> No
 @SEVERAL
 def test_where_they_were_not_it_is_an_error_whose_way_out_is_one(mode: Mode) -> None:
     for said in mode.told(lambda: added_up(Accelerator(), loader_of(23, 3)), ValueError):
-        assert "of which this rank had different parts" in said
+        assert "where this rank had different parts" in said
         assert "step on each batch and zero_grad() after each step" in said
     compare(mode, steps(lambda accelerator, network, batch: assign(network, batch)))
 

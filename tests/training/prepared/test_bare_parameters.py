@@ -346,7 +346,9 @@ def test_zero_grad_between_forward_and_backward_makes_no_microbatch() -> None:
 
 def test_a_pass_counted_for_another_batch_must_name_its_own() -> None:
     _, (loss, _), batches = scaled_losses(accelerator := Accelerator(gradient_accumulation_steps=2))
-    with pytest.raises(ValueError, match=r"its loss is of another one; name it, accelerator.backward\(loss, batch="):
+    with pytest.raises(
+        ValueError, match=r"its loss belongs to another batch; name it, accelerator.backward\(loss, batch="
+    ):
         accelerator.backward(loss)
     _, (loss, _), batches = scaled_losses(accelerator := Accelerator(gradient_accumulation_steps=2))
     accelerator.backward(loss, batch=batches[0])

@@ -176,10 +176,10 @@ def test_an_ambiguous_batch_is_an_error_and_each_of_its_ways_out_works() -> None
         return [train(collate, loss_of_views, give) for give in ways]
 
     give = lambda loader, batch: {"weight": number_of(batch)}  # noqa: E731
-    with pytest.raises(ValueError, match="may only repeat rows of another rank's, and weigh 0") as caught:
+    with pytest.raises(ValueError, match="a batch that only repeats another rank's rows weighs 0") as caught:
         THREADS_3.run(lambda: train(collate, loss_of_views, give))
     assert "accelerator.backward(loss, weight=weight, batch=batch)" in str(caught.value)
-    assert "batch=(); or pass weight=0 for a batch of which loader.valid_samples is 0" in str(caught.value)
+    assert "batch=(); or pass weight=0 for a batch with loader.valid_samples 0" in str(caught.value)
     (expected, *_) = SOLO.run(body)[0]
     for found in zip(*THREADS_3.run(body), strict=True):
         assert_all_are(found, expected)

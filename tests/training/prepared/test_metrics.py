@@ -283,7 +283,7 @@ def test_values_of_unequally_counting_batches_are_an_error_on_all_ranks():
         accelerator = Accelerator()
         first, second = (accelerator.prepare(DeviceLoader(numbers(*size), tail="pad")) for size in ((12, 3), (11, 3)))
         *_, pair = zip(first, second, strict=True)
-        with pytest.raises(ValueError, match=r"are of several batches.*pass valid_samples"):
+        with pytest.raises(ValueError, match=r"come from several batches.*pass valid_samples"):
             accelerator.gather_for_metrics(pair)
         return len(accelerator.gather_for_metrics(pair, valid_samples=1)[0])
 

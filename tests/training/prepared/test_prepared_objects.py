@@ -91,7 +91,7 @@ def test_a_parameter_of_no_prepared_model_is_an_error_that_says_where():
 def test_a_scheduler_whose_optimizer_is_not_prepared_is_an_error():
     network = model()
     scheduler = LambdaLR(sgd(network.parameters()), lambda _: 1.0)
-    with pytest.raises(ValueError, match="LambdaLR at position 1 is of a SGD that is not prepared"):
+    with pytest.raises(ValueError, match="LambdaLR at position 1 schedules a SGD that is not prepared"):
         Accelerator().prepare(network, scheduler)
 
 

@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Losses, str]] = {
             F.mse_loss(other(one(first[0])), first[1]) + other(one(second[0])).pow(2).mean(),
             None,
         ),
-        "would be weighed a second time; call accelerator.backward(loss) for the loss of each batch",
+        "would be weighed twice; call accelerator.backward(loss) for the loss of each batch",
     ),
     "a name that fits two batches": (
         model,

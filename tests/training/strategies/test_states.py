@@ -221,7 +221,7 @@ def test_a_states_placeholder_is_empty_travels_and_cannot_be_read() -> None:
             lambda state: Network().load_state_dict(state),
             lambda state: "head.weight" in state,
         ):
-            with pytest.raises(CheckpointError, match="whole on rank zero only"):
+            with pytest.raises(CheckpointError, match="rank zero gets the whole"):
                 read(state)
 
 

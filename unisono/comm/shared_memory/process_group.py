@@ -144,7 +144,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         if not all_fit.all():
             raise RuntimeError(
                 f"all_gather sends {list(own.shape)} of {own.dtype}, and this rank's part of the output is "
-                f"{list(place.shape)} of {place.dtype}; it is another one than what is sent on ranks "
+                f"{list(place.shape)} of {place.dtype}; the two differ on ranks "
                 f"{[rank for rank, each in enumerate(all_fit.tolist()) if not each]}"
             )
         place.copy_(own)

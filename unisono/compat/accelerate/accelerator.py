@@ -148,7 +148,7 @@ class Accelerator(Native):
         world = joined_world()
         if (every := world.state.snapshot_every) is not None and not config.use_stateful_dataloader:
             raise ValueError(
-                f"snapshot_every={every} continues within an epoch, and loaders begin the epoch anew here; pass "
+                f"snapshot_every={every} continues within an epoch, but here loaders begin the epoch again; pass "
                 "dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)"
             )
         super().__init__(

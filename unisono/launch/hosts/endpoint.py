@@ -109,8 +109,8 @@ def check_run_of(store: dist.distributed_c10d.Store, run_id: str, endpoint: str,
         return
     if (served := store.get(_RUN).decode(errors="replace")) != run_id:
         raise UnisonoError(
-            f"an agent of the run {served!r} serves {endpoint}, and this one is of the run {run_id!r}; give the agents "
-            "of one run the same --rdzv-id, and each run a port of its own, by --rdzv-endpoint"
+            f"an agent of the run {served!r} serves {endpoint}, and this one belongs to the run {run_id!r}; give "
+            "the agents of one run the same --rdzv-id, and each run a port of its own, by --rdzv-endpoint"
         )
     if is_alone:
         raise UnisonoError(

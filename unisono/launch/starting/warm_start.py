@@ -216,7 +216,7 @@ def _end_as(sock: socket.socket, stand_in: int) -> int:
         status = wire.receive(sock)[0]["status"]
     except (OSError, EOFError):
         select.select([stand_in], [], [])
-        print("unisono: the process of `unisono warm` was killed, and with it the exit code lost", file=sys.stderr)
+        print("unisono: the process of `unisono warm` was killed, and the exit code is lost", file=sys.stderr)
         return 1
     code = os.waitstatus_to_exitcode(status)
     if code < 0:

@@ -49,7 +49,7 @@ class GradientMethods:
         if self._steps.virtual is not None:
             raise ValueError(
                 f"gradient_accumulation_steps={steps} cannot be set with virtual_ranks={self._steps.virtual.count}, "
-                "whose round is a step; make an Accelerator with as many virtual ranks as a step is to have batches"
+                "where a round is a step; make an Accelerator with one virtual rank for each batch of a step"
             )
         self._steps.set_every(steps)
 

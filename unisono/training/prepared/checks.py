@@ -160,7 +160,7 @@ def check_snapshots(every: int, kept: int, world: World, strategy: type[Strategy
     check_integer(every, "snapshot_every", 1, "pass a number of optimizer steps, or None")
     if not strategy.shares_state:
         raise ValueError(
-            f"snapshot_every={every} does not go with strategy={options.name!r}, whose ranks have no state in common "
+            f"snapshot_every={every} does not go with strategy={options.name!r}: its ranks have no common state "
             "after each step; leave it out"
         )
     if world.world_size > 1 and not world.is_of_processes:

@@ -68,8 +68,8 @@ def _num_valid(values: Any, world: World) -> int:
     ).tolist()
     if most < -1:
         raise ValueError(
-            f"values with {count} samples are of several batches, of which, on this rank or another, different rows "
-            f"count (here {' or '.join(map(str, counts))}); gather each batch separately, or pass valid_samples"
+            f"values with {count} samples come from several batches, and on this rank or another different rows of "
+            f"them count (here {' or '.join(map(str, counts))}); gather each batch separately, or pass valid_samples"
         )
     if least:
         _check_rounds(first == -last, world)
@@ -115,7 +115,7 @@ def _check_rounds(are_same: bool, world: World) -> None:
     """Refuse rows of batches of different rounds: some samples would count twice, others not at all."""
     if not are_same:
         raise CollectiveMismatchError(
-            f"rank {world.rank} gathers the samples of a batch for a metric, and another rank those of a batch of "
+            f"rank {world.rank} gathers a batch's samples for a metric, and another rank those of a batch from "
             "another round; every rank must loop over each prepared loader equally often, in the same order: under "
             "`if is_rank_zero():`, loop over a loader that is not prepared; and an iterable of batches must yield the "
             "same ones on each rank, or be DeviceLoader(batches, already_sharded=True)"

@@ -202,8 +202,8 @@ class PreparedObjects:
             optimizer = each.optimizer
             if self._stepper_of(optimizer) is None and not any(optimizer is other for other in together):
                 raise ValueError(
-                    f"the {name} at position {where} is of a {type(optimizer).__name__} that is not prepared; prepare "
-                    "the optimizer together with it, or before it"
+                    f"the {name} at position {where} schedules a {type(optimizer).__name__} that is not prepared; "
+                    "prepare the optimizer together with it, or before it"
                 )
         elif each is not None and (not isinstance(each, Iterable) or isinstance(each, str | bytes | Mapping)):
             raise TypeError(
@@ -305,8 +305,8 @@ class Places:
                     raise ValueError(
                         f"parameter {place} of group {number} of the {type(optimizer).__name__} at position {where}, "
                         f"shape {list(parameter.shape)}, belongs to no prepared model; prepare its model with the "
-                        "optimizer, model, optimizer = accelerator.prepare(model, optimizer), or, if it is of no "
-                        "model, itself: parameter, optimizer = accelerator.prepare(parameter, optimizer)"
+                        "optimizer, model, optimizer = accelerator.prepare(model, optimizer), or, if it has "
+                        "no model, itself: parameter, optimizer = accelerator.prepare(parameter, optimizer)"
                     )
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:

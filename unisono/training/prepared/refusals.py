@@ -23,7 +23,7 @@ def check_added(optimizer: Optimizer, engines: Iterable[Engine], steps: Steps) -
         raise ValueError(
             f"a group was added to the {type(optimizer).__name__} with a parameter of shape {list(added[0].shape)} "
             "that belongs to no prepared model; before add_param_group(), call accelerator.prepare(model) with its "
-            "model, or accelerator.prepare(parameter) if it is of none"
+            "model, or accelerator.prepare(parameter) if it has none"
         )
 
 

@@ -166,11 +166,11 @@ class UnpreparedSchedule:
         if stepper.is_virtual and is_alone and is_changed:
             raise RuntimeError(
                 f"a scheduler of the {type(stepper.optimizer).__name__} was not prepared: with virtual_ranks it "
-                "advances with each batch of a rank, and so differs with their number; pass it to accelerator.prepare()"
+                "advances with each batch of a rank, so it depends on their number; pass it to accelerator.prepare()"
             )
         if stepper.world.rank or not (is_alone and is_changed and (is_mean or batches != rounds)):
             return
-        when = f"on every microbatch, {stepper.every} of which make a step"
+        when = f"on every microbatch, though {stepper.every} make a step"
         if not is_mean:
             when = f"once in a step of {size} ranks, where one device takes {batches / rounds:.3g} steps"
         logger.warning(

@@ -129,8 +129,8 @@ class Engine:
     def _refuse_added(self, new: Sequence[torch.Tensor]) -> NoReturn:
         shapes = ", ".join(str(list(each.shape)) for each in new)
         raise RuntimeError(
-            f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and no rank knows those of "
-            "the others; add them before, or call free_memory() and prepare the model and a new optimizer"
+            f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and no rank knows the "
+            "others'; add them before, or call free_memory() and prepare the model and a new optimizer"
         )
 
     def adapt_to_trained(self) -> None:
@@ -187,8 +187,8 @@ class Engine:
     def refuse_earlier(self) -> NoReturn:
         """Raise the error for gradients of an earlier step."""
         raise RuntimeError(
-            f"the gradients of the {self.name} are of two steps: those of the first were not zeroed, or its optimizer "
-            "was not asked to step when it was complete; call the step() of each optimizer on each microbatch, and "
+            f"the gradients of the {self.name} are of two steps: the first step's were not zeroed, or its optimizer "
+            "was not asked to step when they were complete; call the step() of each optimizer on each microbatch, and "
             "zero_grad() after it, or use an Accelerator each; one that nobody steps takes requires_grad_(False)"
         )
 

@@ -351,8 +351,8 @@ class FSDPEngine(Engine):
         if self.gradients.has_bypassed():
             self._refuse_unseen()
         raise RuntimeError(
-            "strategy='fsdp' reduces in the backward pass that ends a step, and the gradients are of passes that end "
-            "none: they ran under no_sync(model), or their loop was left; let the last backward pass of a step run "
+            "strategy='fsdp' reduces in the backward pass that ends a step, and no pass of these gradients has ended "
+            "one: they ran under no_sync(model), or their loop was left; let the last backward pass of a step run "
             "outside of it, or zero_grad() after a loop that was left"
         )
 

@@ -26,8 +26,8 @@ class FSDPStrategy(Strategy):
         family = self.world.backend
         if family.process_group_backend != "gloo" and f"{family.name}:gloo" in dist.get_backend_config().split(","):
             raise ValueError(
-                f"strategy='fsdp' on {self.world.device} cannot use this group, which is of gloo: torch crashes when "
-                "it gathers shards there; give each rank a device of its own and a group of "
+                f"strategy='fsdp' on {self.world.device} cannot use a gloo group: torch crashes when it gathers "
+                "shards there; give each rank a device of its own and a group of "
                 f"{family.process_group_backend}, or use strategy='zero1' or 'ddp'"
             )
 

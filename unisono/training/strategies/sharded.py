@@ -226,8 +226,8 @@ class Rebinding:
             if getattr(tensor.untyped_storage(), STORAGE_ADDRESS) != getattr(storage, STORAGE_ADDRESS):
                 name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
                 raise RuntimeError(
-                    f"something, such as an optimizer's step, or the preparation of a later optimizer of the same "
-                    f"parameters, has assigned `parameter.{attribute} = ...`, of {name}, and strategy={strategy!r} "
+                    f"an optimizer's step, the preparation of a later optimizer of the same parameters, or other code "
+                    f"has assigned `parameter.{attribute} = ...`, of {name}, and strategy={strategy!r} "
                     f"continues with the previous memory; change it in place, `parameter.{attribute}.copy_(...)`, step "
                     "the optimizer that was prepared last, or use strategy='ddp'"
                 )

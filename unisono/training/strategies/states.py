@@ -46,8 +46,8 @@ class Elsewhere(dict[str, Any]):
 
     def _refuse(self, *_: Any) -> Any:
         raise CheckpointError(
-            f"this rank does not have the state of the {self._what}, of which each rank has a part: it is whole on "
-            "rank zero only; call state_dict on every rank, and read or save what it returns on rank zero: "
+            f"this rank does not have the state of the {self._what}: each rank has a part, and rank zero gets the "
+            "whole; call state_dict on every rank, and read or save what it returns on rank zero: "
             "if accelerator.is_main_process: torch.save(...)"
         )
 
@@ -174,7 +174,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], world: 
     plain = optimizer.optim if is_divided(optimizer) else optimizer
     if other := _other_class(groups, plain):
         raise CheckpointMismatchError(
-            f"the state is of an optimizer of another class than {type(plain).__name__}: {other}; load it into one of "
+            f"the state belongs to an optimizer of another class than {type(plain).__name__}: {other}; load it into "
             "the class that was saved, or begin without a state"
         )
     parameters, kept = parameters_of(optimizer), set(parameters_of(plain))
@@ -297,7 +297,7 @@ def _other_class(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> s
         if lacking := [name for name in optimizer.defaults if name not in group and name not in _LATER]:
             return f"its groups have no {lacking[0]!r}"
         if group.get(_DECOUPLED, False) != optimizer.defaults.get(_DECOUPLED, group.get(_DECOUPLED, False)):
-            return "its weight decay is of another kind"
+            return "it has the other kind of weight decay"
     return ""
 
 
@@ -308,6 +308,6 @@ def _check_groups(groups: Sequence[Mapping[str, Any]] | None, optimizer: Optimiz
     own = [len(group["params"]) for group in optimizer.param_groups]
     if saved != own:
         raise ValueError(
-            f"the state is of groups of {saved} parameters, and the {type(optimizer).__name__} has groups of {own}; "
+            f"the state has groups of {saved} parameters, and the {type(optimizer).__name__} has groups of {own}; "
             "make the optimizer for the same parameters, in the same groups and order, as the one that was saved"
         )

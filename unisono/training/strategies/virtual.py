@@ -71,8 +71,8 @@ class VirtualEngine(Engine):
         check_left(self.world, self._virtual, batch.loop)
         if is_recorded and batch.loop.last is not batch:
             raise RuntimeError(
-                f"a forward pass of the {self.name} is on a batch that is not the one that its loop has drawn last: "
-                "with virtual_ranks random numbers are those of the latter; draw each batch where it is used"
+                f"a forward pass of the {self.name} is on another batch than its loop has drawn last: with "
+                "virtual_ranks random numbers are those of the batch drawn last; draw each batch where it is used"
             )
         step, version = self.steps.step, self.count_writes()
         round_, first = self._first_writes.setdefault(batch.loop, (draw.round, version))
@@ -82,8 +82,8 @@ class VirtualEngine(Engine):
         if (round_ == draw.round and first != version) or (is_recorded and is_asked and step.last is batch):
             raise RuntimeError(
                 f"a forward pass of the {self.name} came after a step, or another change of its parameters, in the "
-                "same round; with virtual_ranks those of other virtual ranks come before it: compute all losses of a "
-                "batch before the first step() of its optimizers, and change parameters by hand where "
+                "same round; with virtual_ranks the other virtual ranks' forward passes come first: compute all losses "
+                "of a batch before the first step() of its optimizers, and change parameters by hand where "
                 "accelerator.sync_gradients is true"
             )
 
@@ -151,17 +151,17 @@ class VirtualEngine(Engine):
             )
         if self.module.training and self.members.has_buffers() and self._buffers.turn != draw.turn:
             raise RuntimeError(
-                f"a loss of the {self.name} came past what prepare() has returned, so that its buffers are not those "
-                "of the virtual rank; call that, or a method of it after model.mark_forward_method(name)"
+                f"a loss of the {self.name} bypassed what prepare() has returned, so its buffers are not the virtual "
+                "rank's; call that, or a method of it after model.mark_forward_method(name)"
             )
         visits = [each for each in self.steps.step.visits if each.loop is visit.loop and each.batch is not None]
         draws = [each.batch.draw for each in visits if each.batch is not None and each.batch.draw is not None]
         turns = {each.turn for each in draws}
         if any(each.round != draw.round for each in draws) or len(turns) < len(draws) or self._has_left(visit):
             raise RuntimeError(
-                f"a step of the {self.name} has a batch twice, or not each of a round's: with virtual_ranks each batch "
-                "has its passes before optimizer.step() is called for it, once, and none is left out; leave a loop "
-                "where accelerator.sync_gradients is true"
+                f"a step of the {self.name} has a batch twice, or lacks one of the round: with virtual_ranks each "
+                "batch has its passes before optimizer.step() is called for it, once, and none is left out; leave a "
+                "loop where accelerator.sync_gradients is true"
             )
         if self._requests.reduced:
             raise RuntimeError(

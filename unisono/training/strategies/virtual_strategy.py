@@ -42,7 +42,7 @@ class VirtualStrategy(Strategy):
             and not takes_whole_parameters(each, self.options)
         ):
             raise ValueError(
-                f"the {type(each).__name__} has fused=True, whose kernel rounds the last numbers of a shard "
+                f"the {type(each).__name__} has fused=True, and its kernel rounds the last numbers of a shard "
                 "differently: with virtual_ranks and strategy='fsdp', pass fused=False"
             )
         if isinstance(each, nn.Module) and any(isinstance(part, nn.SyncBatchNorm) for part in each.modules()):

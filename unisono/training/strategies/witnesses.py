@@ -96,6 +96,6 @@ def _describe(where: str, found: list[_Difference], devices: list[str]) -> str:
         + (f": rank {min(in_all)} is one of the two each time" if len(in_all) == 1 < len(found) else "")
         + ". Nothing has stepped on it. Either a device computes wrong: continue from the last checkpoint without "
         + (f"rank {min(in_all)}'s" if len(in_all) == 1 else "one of them")
-        + ", and see whether it happens again. Or they are of different models, or the loop computes with what "
-        "goes from batch to batch (docs/virtual_ranks.md): then leave out witness_every"
+        + ", and see whether it happens again. Or the devices are different models, or the loop's Python carries "
+        "something from batch to batch (docs/virtual_ranks.md): then leave out witness_every"
     )
