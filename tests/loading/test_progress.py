@@ -26,7 +26,7 @@ from unisono.report.run import read_run
 from unisono.report.timeline import COMPUTE, REDUCE
 
 PATIENCE_S = 60
-LATE_S = 0.08  # of rank 1, in each of its 60 steps
+LATE_S = 0.04  # of rank 1, in each of its 60 steps
 FORMAT = "{desc} {n_fmt}/{total_fmt}"
 
 SCRIPT = f"""
@@ -164,9 +164,7 @@ def test_a_plain_scripts_bars_are_tqdms_own_on_a_terminal(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("start", "mark"), [(PLAIN, ""), (THREADS, ""), (SPAWN, "[rank 0] "), (MARKED, "[rank 0] ")], ids=repr
-)
+@pytest.mark.parametrize(("start", "mark"), [(PLAIN, ""), (THREADS, ""), (MARKED, "[rank 0] ")], ids=repr)
 def test_a_log_gets_one_line_per_lasting_bar_of_rank_zero_and_no_other(
     start: str | list[str], mark: str, tmp_path: Path
 ) -> None:
@@ -196,7 +194,7 @@ def test_a_log_tells_of_progress_when_it_is_time(written: Callable[[], str]) -> 
     assert written() == "often 0/3\noften 1/3\noften 2/3\noften 3/3\noften 3/3\nrarely 1000/1000, loss=999\n"
 
 
-@pytest.mark.parametrize("columns", [30, 60, 200])
+@pytest.mark.parametrize("columns", [30, 200])
 def test_a_bar_in_a_pipe_fits_the_callers_terminal(columns: int, written: Callable[[], str]) -> None:
     terminal.set_columns(columns)
     list(unisono.tqdm(range(2)))

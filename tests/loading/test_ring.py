@@ -36,7 +36,7 @@ def is_filled(batches: list[torch.Tensor], size: Any = lambda index: 100) -> boo
     return all(batch.tolist() == [[index] * size(index)] for index, batch in enumerate(batches))
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 1}, {"persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("options", [{"prefetch_factor": 1}, {"persistent_workers": True}], ids=str)
 def test_batches_that_are_kept_stay_what_they_were(options):
     loader = DeviceLoader(DataLoader(Filled(BATCHES), num_workers=2, **options))
     kept = [list(loader) for _ in range(2)]
