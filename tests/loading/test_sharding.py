@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from dealing import COUNTS, EVERY, rule_of, size_of
+from dealing import COUNTS, rule_of, size_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
@@ -76,14 +76,6 @@ def test_fixed_rounds_end_before_the_first_that_differs(sizes, count):
     kept = list(itertools.takewhile(lambda group: group == [sizes[0]] * count, whole))
     found = rounds([[None] * size for size in sizes], rule_of(count, fixed_batch_size=True), size_of)
     assert [[len(batch) for batch in each.batches] for each in found] == kept
-
-
-@given(batches=st.integers(0, 40), count=COUNTS, split=EVERY["split"], tail=st.sampled_from(["split", "drop", "pad"]))
-def test_a_rule_tells_the_number_of_rounds_before(batches, count, split, tail):
-    rule = rule_of(count, split=split, tail=tail)
-    assert rule.rounds_of(batches) == len(list(rounds([[0]] * batches, rule, size_of)))
-    fixed = rule_of(count, split=split, tail=tail, fixed_batch_size=True)
-    assert fixed.rounds_of(batches) == len(list(rounds([[0]] * batches, fixed, size_of)))
 
 
 def test_rounds_read_no_further_than_the_round_they_give():
