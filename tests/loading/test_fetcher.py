@@ -8,14 +8,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from epochs import Numbers, join_own_threads
 from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
 from modes import SOLO, THREADS_2
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from unisono import Accelerator, DeviceLoader, ParallelLoader
 
@@ -48,11 +47,6 @@ class Picky(Dataset[int]):
         if index in self._bad:
             raise KeyError(index)
         return index
-
-
-class PickyStream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return map(Picky(20, [5]).__getitem__, range(20))
 
 
 BROKEN: dict[str, tuple[Callable[..., DataLoader], str, str]] = {
@@ -155,21 +149,6 @@ def test_a_batch_may_be_anything(num_workers):
     assert list(map(repr, DeviceLoader(loader))) == expected
     items = DataLoader(batches, batch_size=None, num_workers=num_workers, collate_fn=lambda item: item)
     assert list(map(repr, DeviceLoader(items))) == expected
-
-
-@WORKERS
-def test_a_batch_of_tensors_arrays_and_texts_comes_out_as_it_was_made(num_workers):
-    class Rich(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return {"t": torch.full((300,), index), "a": numpy.arange(index), "n": f"name {index}", "i": index}
-
-    loader = DataLoader(Rich(5), batch_size=2, num_workers=num_workers, collate_fn=list)
-    samples = [sample for batch in DeviceLoader(loader) for sample in batch]
-    for index, sample in enumerate(samples):
-        assert sample["t"].tolist() == [index] * 300
-        assert sample["a"].tolist() == list(range(index))
-        assert (sample["n"], sample["i"]) == (f"name {index}", index)
-    assert len(samples) == 5
 
 
 def test_rows_of_plain_tensors_are_those_that_torch_gives():
@@ -303,20 +282,3 @@ def test_skipping_a_batch_ends_an_accumulation_only_if_it_was_the_last() -> None
             taken_steps += accelerator.sync_gradients
             optimizer.zero_grad()
         assert taken_steps == steps, bad
-
-
-@pytest.mark.parametrize("make", [lambda: Picky(20, [5]), PickyStream], ids=["indexed", "stream"])
-def test_on_several_ranks_or_over_a_stream_the_loop_ends_and_says_so(make: Any) -> None:
-    def body() -> list[str]:
-        iterator, found = iter(DeviceLoader(DataLoader(make(), batch_size=2))), []
-        for _ in range(5):
-            try:
-                next(iterator)
-            except Exception as error:
-                found.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
-        return [each for each in found if "the loop" in each][:3]
-
-    shown = [each for each in (THREADS_2 if isinstance(make(), Picky) else SOLO).run(body) if each]
-    assert len(shown) == 1, "the rank whose piece failed"
-    assert "this ends the loop: only on one rank, over a map-style dataset" in shown[0][0]
-    assert all("RuntimeError: the loop has ended with " in each for each in shown[0][1:]), shown

@@ -120,17 +120,6 @@ def test_a_worker_killed_at_its_start_holds_no_lock_the_next_one_needs(monkeypat
     assert sorted(one_pass()) == list(range(COUNT))
 
 
-def test_all_are_forked_before_one_is_awaited(monkeypatch):
-    events = []
-    for name in ("_fork", "_await"):
-        work = getattr(forked_workers, name)
-        monkeypatch.setattr(
-            forked_workers, name, lambda process, name=name, work=work: (events.append(name), work(process))[1]
-        )
-    assert sorted(one_pass()) == list(range(COUNT))
-    assert events[:2] == ["_fork", "_fork"]
-
-
 def test_a_worker_loads_before_its_parent_has_awaited_any(monkeypatch):
     """Which in a pass of many workers is when the last one was forked."""
     has_loaded = multiprocessing.get_context("fork").Event()

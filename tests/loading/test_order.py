@@ -12,9 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from epochs import Numbers, chunks
-from hypothesis import given
-from hypothesis import strategies as st
+from epochs import Numbers
 from samplers import COUNT, Own, Sized, loader_of, orders, random_states
 from streams import Stream
 from torch.utils.data import (
@@ -22,7 +20,6 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -101,24 +98,6 @@ def test_the_seed_is_that_of_the_loaders_generator_and_zero_without_one():
     assert orders(shuffled(), 2) == orders(shuffled(), 2, seed=0)
     own = DataLoader(Numbers(50), sampler=RandomSampler(range(50), generator=torch.Generator().manual_seed(5)))
     assert orders(own, 2) == orders(by_generator, 2)
-
-
-@given(
-    samples=st.integers(0, 50),
-    size=st.integers(1, 7),
-    offset=st.integers(0, 60),
-    drop_last=st.booleans(),
-    is_sized=st.booleans(),
-)
-def test_a_late_beginning_is_the_rest_of_the_order_in_whole_batches(samples, size, offset, drop_last, is_sized):
-    order = list(range(samples))
-    sampler: Any = SequentialSampler(order) if is_sized else Own(lambda: order)
-    batches, nominal = batches_of(sampler, BatchSampler(sampler, size, drop_last), 0, 0, offset)
-    expected = chunks(order[offset:], size)
-    if drop_last and expected and len(expected[-1]) < size:
-        expected.pop()
-    assert list(batches) == expected
-    assert nominal == size
 
 
 class Subclass(DataLoader):

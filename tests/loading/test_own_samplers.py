@@ -10,14 +10,11 @@ import numpy
 import pytest
 import torch
 from epochs import Bucketed, Numbers, chunks, counted, dealt, ranks_of, take
-from hypothesis import given
-from hypothesis import strategies as st
 from samplers import COUNT, Own, Sized, loader_of, orders, random_states
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from unisono import DeviceLoader
 from unisono.devices.randomness import seed_of
-from unisono.loading.order import batches_of
 
 
 class Drawing:
@@ -138,13 +135,3 @@ def test_each_index_of_a_loader_without_batches_may_be_a_batch():
     each_ranks = [take(rank) for rank in ranks_of(DataLoader(Bulk(10), sampler=sampler, batch_size=None), 2, seed=1)]
     plain = RandomSampler(range(10), generator=torch.Generator().manual_seed(seed_of(1, 0)))
     assert counted(each_ranks) == list(plain)
-
-
-@given(sizes=st.lists(st.integers(0, 5), max_size=12), offset=st.integers(0, 40))
-def test_a_late_beginning_cuts_a_batch_of_ones_own(sizes, offset):
-    bounds = list(itertools.accumulate(sizes, initial=0))
-    own = [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
-    batches, nominal = batches_of(None, Bucketed(own), 0, 0, offset)
-    expected = [[each for each in batch if each >= offset] for batch in own]
-    assert list(batches) == [batch for batch in expected if batch]
-    assert nominal is None

@@ -40,13 +40,6 @@ def batches_of(loader: Any, count: int, **options: Any) -> list[list[Any]]:
 
 
 @pytest.mark.any_family
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_batch_i_goes_to_device_i_modulo_n_and_comes_out_plain(count):
-    batches = [object() for _ in range(4 * count)]
-    assert batches_of(batches, count) == [batches[place::count] for place in range(count)]
-
-
-@pytest.mark.any_family
 @given(sizes=st.lists(st.integers(1, 5), max_size=12), count=st.integers(1, MOST), dim=st.sampled_from([0, 1, -1]))
 def test_the_tail_is_split_and_nothing_is_lost(sizes, count, dim):
     def batch(start: int, stop: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Sized
@@ -55,15 +54,6 @@ def test_indices_of_any_length_are_below_it_and_differ(length, key, data):
     indices = {whole[place] for place in places}
     assert all(0 <= index < length for index in indices)
     assert len(indices) == len(places)
-
-
-def test_the_parts_of_16384_ranks_are_disjoint_wherever_they_are_sampled():
-    whole, ranks = Permutation(MANY, 5), 16_384
-    draw = random.Random(0)
-    share = MANY // ranks
-    begins = [rank * share + draw.randrange(share - 64) for rank in draw.sample(range(ranks), 500)]
-    indices = [index for begin in begins for index in whole[begin : begin + 64]]
-    assert len(set(indices)) == len(indices) == 500 * 64
 
 
 @pytest.mark.parametrize(("length", "keys"), [(3, 200), (4, 400)])

@@ -49,9 +49,8 @@ if __name__ == "__main__":
     START
     print("the caller is done", file=sys.stderr)
 """
-PLAIN, SPAWN, MARKED = (
+PLAIN, MARKED = (
     "work()",
-    "unisono.spawn(work, nprocs=2, backend='cpu', cores=1)",
     "unisono.spawn(work, nprocs=2, backend='cpu', cores=1, output=unisono.Output(prefix=True))",
 )
 THREADS = (
@@ -139,9 +138,8 @@ OTHERS = "[rank 1] a line of another rank"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [SPAWN, RUN], ids=["spawn", "run"])
-def test_a_workers_bar_moves_on_one_line_of_the_callers_terminal(start: str | list[str], tmp_path: Path) -> None:
-    written = on_terminal(command(tmp_path, start, 0))
+def test_a_workers_bar_moves_on_one_line_of_the_callers_terminal(tmp_path: Path) -> None:
+    written = on_terminal(command(tmp_path, RUN, 0))
     assert "\x1b" not in written, "the cursor leaves no line: others write there"
     bars = re.findall(r"\[rank 0\] (\w+ \d/\d) *\r", written)
     for number in range(3):

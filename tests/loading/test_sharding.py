@@ -27,34 +27,12 @@ def short_rounds(draw: Any) -> tuple[list[int], int]:
 
 
 @given(short_rounds())
-def test_a_round_is_dealt_contiguously_and_each_sample_once(case):
-    sizes, count = case
-    whole = [(batch, sample) for batch, size in enumerate(sizes) for sample in range(size)]
-    found = [
-        (part.batch, sample)
-        for part in deal([*map(Size, sizes)], count)
-        if part.samples
-        for sample in range(part.start, part.stop)
-    ]
-    assert found == whole
-
-
-@given(short_rounds())
 def test_ranks_sharing_a_batch_split_it_evenly_and_earlier_ones_get_more(case):
     sizes, count = case
     for batch, shared in itertools.groupby(deal([*map(Size, sizes)], count), key=lambda part: part.batch):
         taken = [part.samples for part in shared]
         plain = [sizes[batch] // len(taken) + (place < sizes[batch] % len(taken)) for place in range(len(taken))]
         assert taken == plain
-
-
-@given(short_rounds())
-def test_a_rank_without_a_sample_repeats_one_that_counts_nothing(case):
-    sizes, count = case
-    fillers = [part for part in deal([*map(Size, sizes)], count) if not part.samples]
-    assert all((part.start, part.stop, part.repeated) == (0, 1, 1) for part in fillers)
-    if len(sizes) == 1:
-        assert len(fillers) == max(0, count - sizes[0])  # no more than must be
 
 
 @given(short_rounds(), st.integers(1, 12))

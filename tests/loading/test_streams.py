@@ -287,18 +287,14 @@ def test_so_do_processes_whatever_makes_their_streams_differ():
         assert len({*got.counted}) == len(got.counted) == 2 * COUNT
 
 
-@pytest.mark.parametrize(("count", "size"), [(2, 1), (3, 2), (7, 32), (COUNT, 2)])
+@pytest.mark.parametrize(
+    ("kind", "count", "size"), [(ById, 2, 1), (ById, 3, 2), (ById, 7, 32), (BeginsAlike, 25, 2), (BeginsAlike, 25, 32)]
+)
 @stand_ins()
-def test_several_ranks_refuse_streams_chosen_by_worker_number_alone(count, size):
-    errors = refused(THREADS_2, lambda: ById(count), None, workers=2, size=size)
+def test_several_ranks_refuse_streams_chosen_by_worker_number_alone(kind, count, size):
+    errors = refused(THREADS_2, lambda: kind(count), None, workers=2, size=size)
     assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
     assert all("read different streams" in str(error) for error in errors)
-
-
-@stand_ins()
-def test_a_stream_of_odd_length_that_begins_alike_is_not_halved():
-    for size in (2, 32):
-        assert len(refused(THREADS_2, lambda: BeginsAlike(25), None, workers=2, size=size)) == 2
 
 
 def test_a_global_batch_is_split_over_the_ranks():
