@@ -58,6 +58,7 @@ def test_calls_that_differ_are_named_with_their_places_at_once(run, call, action
     assert time.monotonic() - began < SOON_S  # gloo would wait for half an hour
 
 
+@pytest.mark.slow
 def test_calls_that_differ_between_machines_are_named_on_both(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM.format(call="dist.barrier()"))
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "2", "--rdzv-insecure", "--process-group", "gloo"]

@@ -190,11 +190,6 @@ def misspell(kind: str) -> Any:
     learning_rate = 1.0
     if kind == "name":
         return lerning_rate + learning_rate  # type: ignore[name-defined] # noqa: F821
-    if kind == "cause":
-        try:
-            return misspell("name")
-        except NameError as error:
-            raise ValueError("no rate") from error
     return pytest.aprox  # type: ignore[attr-defined]
 
 
@@ -211,11 +206,6 @@ def test_what_python_suggests_arrives_and_is_copied_and_is_told_once(kind, meant
     assert str(arrived) not in arrived.__cause__.shown  # Python shows it, after its cause
     again = Outcome.from_bytes(Outcome.failure(arrived).to_bytes()).error
     assert again.__notes__ == arrived.__notes__
-
-
-def test_what_python_suggests_about_a_cause_is_in_the_remote_traceback():
-    arrived = Outcome.from_bytes(Outcome.capture(misspell, "cause").to_bytes()).error
-    assert arrived.__cause__.text.count("Did you mean: 'learning_rate'?\n") == 1
 
 
 def test_an_unraised_error_ends_its_traceback_with_that_of_its_cause():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from epochs import PATIENCE_S, is_awaiting_room
+from epochs import PATIENCE_S, CodedError, is_awaiting_item, is_awaiting_room
+from faults import until
 
 from unisono.comm.outcome import Outcome
 from unisono.errors import ClosedError
@@ -59,6 +61,62 @@ def test_items_come_out_in_order_and_then_the_end_again_and_again():
     assert list(map(id, drain(channel))) == list(map(id, items))
     for _ in range(3):
         assert drain(channel) == []
+
+
+def test_after_the_items_each_receive_raises_its_own_copy_of_the_error():
+    channel = Channel()
+    error = CodedError(7)
+    error.add_note("in the kitchen")
+    channel.send("first")
+    channel.close(Outcome.failure(error))
+    assert channel.receive() == "first"
+    raised = []
+    for _ in range(2):
+        with pytest.raises(CodedError) as caught:
+            channel.receive()
+        raised.append(caught.value)
+    assert all(str(each) == "code 7" and each.code == 7 and each.__notes__ == ["in the kitchen"] for each in raised)
+    assert len({id(error), *map(id, raised)}) == 3
+
+
+def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():
+    is_full = Waiting()
+    full, empty = Channel(), Channel()
+    full.send(1)
+    (sending,) = in_threads(lambda: full.wait_for_room(is_full))
+    receiving = in_threads(*[empty.receive] * 3)
+    is_full.seen()
+    until(lambda: is_awaiting_item(empty, threads=3))
+    full.cancel()
+    empty.cancel()
+    assert result(sending) is False
+    for each in receiving:
+        with pytest.raises(ClosedError, match="the loader was closed"):
+            result(each)
+
+
+def test_what_is_cancelled_takes_and_gives_nothing_and_holds_nothing():
+    class Thing: ...
+
+    channel: Channel[Thing] = Channel()
+    thing, error = Thing(), CodedError(1)
+    gone = weakref.ref(thing), weakref.ref(error)
+    channel.send(thing)
+    channel.close(Outcome.failure(error))
+    channel.cancel()
+    del thing, error
+    assert [each() for each in gone] == [None, None]
+    assert channel.wait_for_room(lambda: True) is False
+    assert channel.send(Thing()) is False
+    late = CodedError(2)
+    channel.close(Outcome.failure(late))
+    gone_late = weakref.ref(late)
+    del late
+    assert gone_late() is None
+    assert len(channel) == 0
+    for _ in range(2):
+        with pytest.raises(ClosedError):
+            channel.receive()
 
 
 def test_a_waiting_sender_asks_again_when_it_is_woken():

@@ -21,7 +21,7 @@ from loops import Paced, Stream, worlds
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_3, devices, scaling
 from torch.utils.data import DataLoader
 
-from unisono import DeviceLoader, ParallelLoader, current_world
+from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import ClosedError
 from unisono.world import solo_world
 
@@ -272,12 +272,3 @@ def test_an_error_of_the_source_comes_where_the_loop_comes_to_it():
     assert [next(iterator).tolist(), iterator.is_last()] == [[2, 3], False]
     with pytest.raises(CodedError):
         next(iterator)
-
-
-def test_a_batch_asks_its_loop_whether_it_is_last_without_keeping_it_alive():
-    loader = DeviceLoader([torch.arange(2)] * 2)
-    iterator = iter(loader)
-    [batch] = current_world().state.deliveries.find(next(iterator))
-    assert (batch.is_last(), batch.loop.is_open) == (False, True)
-    del iterator
-    assert (batch.is_last(), batch.loop.is_open) == (False, False)

@@ -149,12 +149,6 @@ def test_a_device_loader_tells_the_valid_samples_of_the_running_loop():
     assert [split.valid_samples for _ in split] == [0]
 
 
-@pytest.mark.any_family
-def test_a_device_loader_takes_the_device_of_its_world():
-    loader = DeviceLoader([torch.ones(1)], world=worlds(2)[1])
-    assert iter(loader)._lane.device == torch.device(FAMILY, 1)
-
-
 def test_several_devices_in_a_world_of_several_ranks_are_refused():
     with pytest.raises(ValueError, match=r"devices=\['cpu:0', 'cpu:1'\] in a world of 3 ranks: each rank has one"):
         ParallelLoader([], devices(2), world=worlds(3)[0])

@@ -352,18 +352,6 @@ def test_a_replica_that_returns_early_leaves_the_others_their_batches():
     assert DataParallel(network(), TWO)(loop, range(200)) == [1, 100]
 
 
-@pytest.mark.any_family
-def test_a_replica_that_returns_early_breaks_the_collectives_of_the_others():
-    def loop(model, loader, device, context):
-        for _ in loader:
-            if device.index == 0:
-                return
-            unisono.barrier()
-
-    with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
-        DataParallel(network(), TWO)(loop, range(100))
-
-
 @pytest.mark.parametrize("devices", [TWO, ["cpu"], []], ids=str)
 def test_a_call_from_within_its_own_loop_is_refused(devices):
     replicas = DataParallel(nn.Identity(), devices)
