@@ -264,7 +264,7 @@ def rows(page: str) -> str:
     return "\n".join(line.split("|")[1] for line in lines if line.startswith("|"))
 
 
-def test_each_choice_is_in_the_table_of_its_page_and_each_tail_in_the_docstring() -> None:
+def test_each_choice_is_in_its_table_and_each_tail_in_the_docstring() -> None:
     tables = {"loading.md": get_args(Tail), "strategies.md": STRATEGIES, "tracking.md": LIBRARIES}
     for page, choices in tables.items():
         assert [each for each in choices if f'`"{each}"`' not in rows(page)] == [], page
