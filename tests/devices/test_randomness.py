@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
 import sys
 from typing import Any
 
@@ -36,11 +35,8 @@ def test_a_seed_is_a_function_of_its_place_that_every_generator_takes(place):
     torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.slow
 def test_a_seed_is_the_same_in_every_process():
-    code = "from unisono.devices.randomness import seed_of; print(seed_of(3, 1, 'samples'))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert int(found.stdout) == seed_of(3, 1, "samples")
+    assert seed_of(3, 1, "samples") == 276644236280105213  # in all of them, whatever `hash` makes of a text there
 
 
 def test_neighbouring_places_have_nothing_in_common():
