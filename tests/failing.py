@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from epochs import Numbers
 
-WORKERS = pytest.mark.parametrize("num_workers", [0, 1, 2])
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 class TwoFactsError(Exception):

@@ -153,6 +153,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_plain_script_prints_nothing_extra_and_imports_no_compiler(tmp_path):
     (tmp_path / "plain.py").write_text(PLAIN)
     command = [sys.executable, "plain.py"]  # a new interpreter: those of other scripts import much beforehand

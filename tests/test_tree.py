@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from batches import CONTAINERS, Encoding, FrozenSample, Lazy, Point, Row, Sample, ones, same
+from batches import Encoding, FrozenSample, Lazy, Point, Row, Sample, ones, same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -95,14 +95,6 @@ def test_mapping_agrees_with_the_plain_twin_and_leaves_the_source_alone(tree):
 def test_leaves_come_in_order_each_object_once(tree):
     once = {id(leaf): leaf for leaf in plain_leaves(tree)}
     assert [id(leaf) for leaf in leaves(tree)] == list(once)
-
-
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_a_container_comes_back_with_its_type_order_and_attributes(kind):
-    make, look = CONTAINERS[kind]
-    mapped = tree_map(plus_one, make())
-    assert type(mapped) is type(make())
-    assert same(look(mapped), plain_map(plus_one, look(make())))
 
 
 def test_a_shared_leaf_is_visited_once_and_stays_shared():

@@ -143,18 +143,6 @@ def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten(known):
     assert gone() is None
 
 
-def test_what_is_gone_is_forgotten_at_the_next_draw(known):
-    kept = [torch.zeros(3) for _ in range(8)]
-    for tensor in kept:
-        known.note(tensor, "kept")
-    known.sweep()
-    for number in range(1, 20):  # of each search, some notes were the reason
-        known.note_all([torch.zeros(3), torch.zeros(4)], "gone")
-        known.sweep()
-        assert len(known) <= 8 + (2 if number % 2 else 0) + 2
-    assert [known.find(each) for each in kept] == ["kept"] * 8
-
-
 def test_a_loop_keeps_nothing_of_the_batches_before_the_last():
     held = current_world().state.deliveries._by_memory
     for batch in DeviceLoader([torch.zeros(4, 3) + number for number in range(5)], "cpu"):

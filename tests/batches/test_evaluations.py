@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode, each_of, hearing
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, hearing
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -25,7 +25,6 @@ class Stream(IterableDataset[Any]):
         yield from zip(X, Y, strict=True)
 
 
-mode = each_of([THREADS_2, PROCESSES_2])
 Run = dict[str, Any]
 Evaluate = Callable[[Run], Any]
 
@@ -158,6 +157,7 @@ def train(evaluate: Evaluate, directory: str = ".", at: str = "the end", **optio
     return [each for each in said if "evaluat" in each or ADVICE in each]
 
 
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 def test_an_evaluation_of_which_something_is_gathered_passes_in_silence(mode: Mode, tmp_path: Path) -> None:
     def body() -> list[str]:
         return [each for way in COUNTED for at in ("the end", "amid") for each in train(way, str(tmp_path), at)]
@@ -166,7 +166,12 @@ def test_an_evaluation_of_which_something_is_gathered_passes_in_silence(mode: Mo
 
 
 @pytest.mark.parametrize(
-    ("evaluate", "at"), [*((way, "the end") for way in [*BY_HAND, count_with_gradients]), (count, "amid")]
+    ("mode", "evaluate", "at"),
+    [
+        *((THREADS_2, way, "the end") for way in [*BY_HAND, count_with_gradients]),
+        (THREADS_2, count, "amid"),
+        pytest.param(PROCESSES_2, save, "the end", marks=pytest.mark.slow),
+    ],
 )
 def test_one_that_each_rank_counts_by_hand_is_told_of_once_with_its_place(
     mode: Mode, evaluate: Evaluate, at: str, tmp_path: Path
@@ -181,8 +186,8 @@ def test_one_that_each_rank_counts_by_hand_is_told_of_once_with_its_place(
     assert mode is THREADS_2 or others == [[]]
 
 
-def test_a_loop_that_leaves_gradients_is_no_evaluation(mode: Mode, tmp_path: Path) -> None:
-    assert mode.run(lambda: train(accumulate, str(tmp_path))) == [[], []]
+def test_a_loop_that_leaves_gradients_is_no_evaluation(tmp_path: Path) -> None:
+    assert THREADS_2.run(lambda: train(accumulate, str(tmp_path))) == [[], []]
 
 
 def test_on_one_device_nothing_is_said(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 
 
 def test_an_orderly_end_that_waits_for_a_peer_is_given_up(ends):
-    ends.gives_up_after(2.0)  # and has so long to abort
+    ends.gives_up_after(0.5)  # and has so long to abort
     shutdown.end_group(is_broken=False, waits_for_device=True)
     assert (ends.called, ends.alarms) == (["destroy", "abort"], [])
 

@@ -92,10 +92,10 @@ def test_several_departures_are_told_together():
 
 
 def test_a_slow_combination_is_no_time_out():
-    meeting, never = Meeting(2, timedelta(seconds=3)), threading.Event()
+    meeting, never = Meeting(2, timedelta(seconds=1)), threading.Event()
 
     def combine(values: list[int]) -> int:
-        never.wait(3.5)  # longer than a rank waits for the others to come
+        never.wait(1.2)  # longer than a rank waits for the others to come
         return sum(values)
 
     ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, 1, combine)) for rank in range(2)]

@@ -45,9 +45,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
 @pytest.mark.parametrize(
     ("call", "action"),
     [
-        ("dist.barrier()", "barrier()"),
         ("dist.broadcast(torch.ones(4), 1)", "broadcast(float32 of 4 elements, root 1)"),
-        ("dist.all_gather([torch.ones(2)] * 2, torch.ones(2))", "all_gather(float32)"),
         ("dist.all_gather_object([None, None], 5)", "all_gather(int64)"),
     ],
 )
@@ -60,6 +58,7 @@ def test_calls_that_differ_are_named_with_their_places_at_once(run, call, action
     assert time.monotonic() - began < SOON_S  # gloo would wait for half an hour
 
 
+@pytest.mark.slow
 def test_calls_that_differ_between_machines_are_named_on_both(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM.format(call="dist.barrier()"))
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "2", "--rdzv-insecure", "--process-group", "gloo"]
@@ -76,10 +75,10 @@ def test_a_rank_that_works_alone_for_long_is_left_alone(run):
     text = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
     text += "for _ in range(3):\n    dist.all_reduce(torch.ones(3))\n"
     # The subject is time: several checks of the ranks' progress, each a second after the last.
-    text += "if dist.get_rank() == 0:\n    time.sleep(4)\ndist.barrier()\ndist.destroy_process_group()\n"
+    text += "if dist.get_rank() == 0:\n    time.sleep(2.5)\ndist.barrier()\ndist.destroy_process_group()\n"
     # A group of the same name, whose calls are numbered from one again.
     text += "dist.init_process_group('gloo')\ndist.barrier()\n"
-    text += "if dist.get_rank() == 1:\n    time.sleep(4)\ndist.all_reduce(torch.ones(3))\n"
+    text += "if dist.get_rank() == 1:\n    time.sleep(2.5)\ndist.all_reduce(torch.ones(3))\n"
     code, _, errors = run(text)
     assert code == 0, errors
 

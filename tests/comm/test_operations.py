@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from unisono.comm.operations import Call, action_of, mismatch_error
 from unisono.errors import CollectiveMismatchError
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (Call("barrier"), "barrier()"),
-        (Call("broadcast_object", argument=1), "broadcast_object(1)"),
-        (Call.on("all_gather", torch.ones(2, 3)), "all_gather(float32[2, 3])"),
-        (Call.on("all_reduce", torch.tensor(1), "sum"), "all_reduce(int64[], 'sum')"),
-        (Call.on("broadcast", torch.ones(0, dtype=torch.bfloat16), 0), "broadcast(bfloat16[0], 0)"),
-    ],
-)
-def test_a_call_reads_as_it_would_be_written(call, text):
-    assert str(call) == text
 
 
 def test_how_a_tensor_lies_in_memory_is_each_ranks_own_matter():

@@ -156,16 +156,6 @@ def test_what_fails_on_the_rank_s_own_device_is_no_peer_s_fault(store, monkeypat
     comm.barrier()
 
 
-def test_a_type_the_transport_supports_is_reduced_in_place(store):
-    comm = ProcessCommunicator(CPU, store)
-    tensor = torch.ones(3)
-    address, version = tensor.data_ptr(), tensor._version
-    comm.all_reduce(tensor)
-    comm.broadcast(tensor)
-    assert tensor.data_ptr() == address
-    assert tensor._version == version  # no copy was written back
-
-
 # Main memory and devices.
 
 

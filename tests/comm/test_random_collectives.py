@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 from modes import by_value
@@ -108,11 +107,11 @@ def compare(first: int, count: int) -> tuple[int, list[str]]:
     return answered, wrong
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
-def test_random_collectives_are_answered_as_gloo_answers_them(count: int) -> None:
+def test_random_collectives_are_answered_as_gloo_answers_them() -> None:
+    first, count = random.randrange(10**6), 200
     with by_value(compare):
         found = spawn(
-            lambda _: compare(count, count), nprocs=RANKS, cores=1, backend="cpu", timeout=timedelta(seconds=60)
+            lambda _: compare(first, count), nprocs=RANKS, cores=1, backend="cpu", timeout=timedelta(seconds=60)
         )
     assert [wrong for _, wrong in found] == [[]] * RANKS
     assert min(answered for answered, _ in found) > count / 2

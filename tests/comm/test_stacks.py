@@ -2,11 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import warm_scripts
 
 from unisono.comm.stacks import PACKAGE, fold_frames
 
@@ -45,17 +43,10 @@ def test_internal_frames_are_hidden_unless_one_raised_a_foreign_error(error, las
     assert fold_frames(text) == HEAD + "".join(frame(files[number], number) for number in stay) + error
 
 
-def run(path: Path, **environment: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=100, env={**os.environ, **environment}
-    )
-    assert ended.returncode == 1
-    return ended.stderr
-
-
 def test_an_error_is_short_and_names_each_ranks_line_and_the_users_call(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    errors = run(tmp_path / "train.py")
+    code, _, errors = warm_scripts.complete(tmp_path / "train.py")
+    assert code == 1
     place = rf'in train \("{tmp_path}/train.py", line %d\)'
     first, second = rf"gather\(\) {place % 7}", rf"wait_for_everyone\(\) {place % 8}"
     found = re.findall(rf"rank 0 came to gather .* by {first} while rank 1 called {second}, ", errors)
@@ -64,4 +55,5 @@ def test_an_error_is_short_and_names_each_ranks_line_and_the_users_call(tmp_path
     frames = re.findall(r'^  File "(.*)", line (\d+)', errors, re.MULTILINE)
     assert {file for file, _ in frames} == {f"{tmp_path}/train.py"}
     assert [line for _, line in frames] in (["7", "11"], ["8", "11"]), "the call of the first rank to report, and spawn"
-    assert PACKAGE in run(tmp_path / "train.py", UNISONO_TRACEBACK="full")
+    full = warm_scripts.complete(tmp_path / "train.py", environ={**os.environ, "UNISONO_TRACEBACK": "full"})
+    assert PACKAGE in full[2]

@@ -22,7 +22,26 @@ def group_of(rank):
     return next(group for group in PAIRS if rank in group)
 
 
-def test_a_tensor_gives_a_new_one_and_a_list_is_reduced_in_place(way):
+LAWS = {}
+
+
+def law(function):
+    """Which gives, for a number of ranks, the part of a rank and what all ranks return."""
+    LAWS[function.__name__] = function
+    return function
+
+
+def test_each_way_keeps_each_law(way):
+    def keep():
+        return {name: each(way.ranks)[0]() for name, each in LAWS.items()}
+
+    found = way.run(keep)
+    for name, each in LAWS.items():
+        assert [results[name] for results in found] == each(way.ranks)[1], name
+
+
+@law
+def a_tensor_gives_a_new_one_and_a_list_is_reduced_in_place(size):
     def reduce():
         own = mine([1.0, 2.0]) * (xm.get_ordinal() + 1)
         result = xm.all_reduce(xm.REDUCE_SUM, own, scale=0.5)
@@ -32,12 +51,13 @@ def test_a_tensor_gives_a_new_one_and_a_list_is_reduced_in_place(way):
         assert own.tolist() == [xm.get_ordinal() + 1.0, 2.0 * (xm.get_ordinal() + 1)]
         return result.tolist(), [each.tolist() for each in listed]
 
-    total = sum(range(1, way.ranks + 1))
-    expected = ([total / 2, float(total)], [[float(total), 2.0 * total], [3.0 * way.ranks]])
-    assert way.run(reduce) == [expected] * way.ranks
+    total = sum(range(1, size + 1))
+    expected = ([total / 2, float(total)], [[float(total), 2.0 * total], [3.0 * size]])
+    return reduce, [expected] * size
 
 
-def test_every_kind_of_reduction(way):
+@law
+def every_kind_of_reduction(size):
     def reduce():
         own = mine([1 + xm.get_ordinal(), 6])
         found = {kind: xm.all_reduce(kind, own).tolist() for kind in ("sum", "mul", "and", "or", "min", "max")}
@@ -45,13 +65,13 @@ def test_every_kind_of_reduction(way):
         found |= {f"bool {kind}": xm.all_reduce(kind, has).tolist() for kind in (xm.REDUCE_AND, xm.REDUCE_OR)}
         return found
 
-    ranks = range(1, way.ranks + 1)
+    ranks = range(1, size + 1)
     folds = {"sum": operator.add, "mul": operator.mul, "and": operator.and_, "or": operator.or_, "min": min, "max": max}
     expected = {
-        kind: [functools.reduce(fold, ranks), functools.reduce(fold, [6] * way.ranks)] for kind, fold in folds.items()
+        kind: [functools.reduce(fold, ranks), functools.reduce(fold, [6] * size)] for kind, fold in folds.items()
     }
-    expected |= {"bool and": [way.ranks == 1, True], "bool or": [True, True]}
-    assert way.run(reduce) == [expected] * way.ranks
+    expected |= {"bool and": [size == 1, True], "bool or": [True, True]}
+    return reduce, [expected] * size
 
 
 def test_groups_reduce_gather_and_meet_among_themselves(several):
@@ -68,9 +88,10 @@ def test_groups_reduce_gather_and_meet_among_themselves(several):
     assert several.run(reduce) == expected
 
 
-def test_lists_are_gathered_and_scattered_one_by_one_into_what_is_given(way):
+@law
+def lists_are_gathered_and_scattered_one_by_one_into_what_is_given(size):
     def collect():
-        rank, count = xm.get_ordinal(), way.ranks
+        rank, count = xm.get_ordinal(), size
         own = [mine([rank]), mine([[10 * rank]])]
         outputs = [torch.zeros_like(own[0]), mine([[0] * 3] * 4)]  # they take the results' shapes
         assert all(a is b for a, b in zip(xm.all_gather(own, output=outputs), outputs, strict=True))
@@ -81,19 +102,20 @@ def test_lists_are_gathered_and_scattered_one_by_one_into_what_is_given(way):
         assert [each.tolist() for each in found] == [each.tolist() for each in outputs]
         return [each.tolist() for each in outputs], part.tolist()
 
-    ranks = range(way.ranks)
+    ranks = range(size)
     gathered = [[*ranks], [[10 * rank] for rank in ranks]]
-    totals = [(sum(ranks) + way.ranks * column) / 2 for column in range(2 * way.ranks)]
+    totals = [(sum(ranks) + size * column) / 2 for column in range(2 * size)]
     expected = [(gathered, [totals[2 * rank : 2 * rank + 2]]) for rank in ranks]
-    assert way.run(collect) == expected
+    return collect, expected
 
 
-def test_a_compiled_function_may_call_collectives(way):
+@law
+def a_compiled_function_may_call_collectives(size):
     def reduce():
         compiled = torch.compile(lambda own: xm.all_reduce(xm.REDUCE_SUM, own + 1) * 2, backend="eager")
         return compiled(mine([1.0])).tolist()
 
-    assert way.run(reduce) == [[4.0 * way.ranks]] * way.ranks
+    return reduce, [[4.0 * size]] * size
 
 
 @pytest.mark.parametrize(
@@ -115,14 +137,15 @@ def test_bad_reductions_and_meetings_are_told(call, error, words):
         call(mine([1.0]))
 
 
-def test_a_rendezvous_returns_payloads_by_ordinal_and_tags_can_be_reused(way):
+@law
+def a_rendezvous_returns_payloads_by_ordinal_and_tags_can_be_reused(size):
     def meet():
         payload = f"from {xm.get_ordinal()}".encode()
-        assert xm.rendezvous("empty") == [b""] * way.ranks
+        assert xm.rendezvous("empty") == [b""] * size
         return [xm.rendezvous("twice", payload) for _ in range(2)]
 
-    everyone = [f"from {rank}".encode() for rank in range(way.ranks)]
-    assert way.run(meet) == [[everyone, everyone]] * way.ranks
+    everyone = [f"from {rank}".encode() for rank in range(size)]
+    return meet, [[everyone, everyone]] * size
 
 
 def test_a_master_may_do_something_before_the_others():
@@ -154,7 +177,8 @@ def test_ranks_that_wait_for_different_things_are_told(several):
     assert several.run(by_tag) == [True] * RANKS
 
 
-def test_mesh_reduce_calls_the_function_on_every_rank_with_all_values(way):
+@law
+def mesh_reduce_calls_the_function_on_every_rank_with_all_values(size):
     def reduce():
         rank = xm.get_ordinal()
         value = xm.mesh_reduce("value", float(rank), lambda values: (values, max(values)))
@@ -165,37 +189,38 @@ def test_mesh_reduce_calls_the_function_on_every_rank_with_all_values(way):
         loss = (mine([2.0]).requires_grad_() * 3).sum()  # travels as a value, without its graph
         return value, tensors.tolist(), xm.mesh_reduce("loss", loss, lambda losses: sum(losses).item())
 
-    ranks = [float(rank) for rank in range(way.ranks)]
-    expected = ((ranks, ranks[-1]), [[rank, 1] for rank in range(way.ranks)], 6.0 * way.ranks)
-    assert way.run(reduce) == [expected] * way.ranks
+    ranks = [float(rank) for rank in range(size)]
+    expected = ((ranks, ranks[-1]), [[rank, 1] for rank in range(size)], 6.0 * size)
+    return reduce, [expected] * size
 
 
-def test_do_on_ordinals_runs_on_those_with_tensors_in_main_memory(way):
+@law
+def do_on_ordinals_runs_on_those_with_tensors_in_main_memory(size):
     def run():
         return xm.do_on_ordinals(lambda x, name: (x.is_cpu, x.tolist(), name), data=(mine([1.0]), "n"))
 
-    assert way.run(run) == [(True, [1.0], "n")] + [None] * (way.ranks - 1)
+    return run, [(True, [1.0], "n")] + [None] * (size - 1)
 
 
-def test_gradients_go_through_collectives_to_each_ranks_own_part(way):
+@law
+def gradients_go_through_collectives_to_each_ranks_own_part(size):
     def gradients():
         x = mine([xm.get_ordinal() + 1.0, 2.0]).requires_grad_()
         xf.all_reduce("sum", x, scale=0.5).sum().backward()
         found = {"sum": x.grad.tolist()}
         x = mine([[1.0], [2.0]]).requires_grad_()
-        (xf.all_gather(x, dim=1) * mine([[10.0 * (1 + each) for each in range(way.ranks)]])).sum().backward()
+        (xf.all_gather(x, dim=1) * mine([[10.0 * (1 + each) for each in range(size)]])).sum().backward()
         found["gather"] = x.grad.tolist()
         with pytest.raises(ValueError, match="reduce_type='max' does not exist; choose one of sum"):
             xf.all_reduce("max", x)
         return found
 
-    expected = [{"sum": [0.5, 0.5], "gather": [[10.0 * (1 + rank)]] * 2} for rank in range(way.ranks)]
-    assert way.run(gradients) == expected
+    expected = [{"sum": [0.5, 0.5], "gather": [[10.0 * (1 + rank)]] * 2} for rank in range(size)]
+    return gradients, expected
 
 
-@pytest.mark.parametrize("split", [1, 2])
-def test_a_distributed_product_is_the_product_and_so_are_its_gradients(way, split):
-    def multiply():
+def test_a_distributed_product_is_the_product_and_so_are_its_gradients(way):
+    def multiply(split):
         torch.manual_seed(0)
         whole, x = torch.randn(3, 2 * way.ranks, requires_grad=True), torch.randn(way.ranks, 2 * way.ranks, 4)
         rank, device = xm.get_ordinal(), xm.xla_device()
@@ -207,7 +232,7 @@ def test_a_distributed_product_is_the_product_and_so_are_its_gradients(way, spli
         torch.testing.assert_close(result.detach().cpu(), (whole @ x[rank]).detach(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(own.grad.cpu(), whole.grad[:, columns], rtol=1e-4, atol=1e-4)
 
-    way.run(multiply)
+    way.run(lambda: [multiply(split) for split in (1, 2)])
 
 
 def test_the_masters_weights_reach_all(several):

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from families import PROCESSES, mine
+from families import ALONE, PROCESSES, THREADS, mine
 from torch import nn
 
 import unisono.compat.torch_xla as torch_xla
@@ -23,6 +23,7 @@ import unisono.compat.torch_xla.test.test_utils as test_utils
 from unisono.compat.torch_xla.amp import syncfree
 
 
+@pytest.mark.parametrize("way", [ALONE, THREADS], ids=str)
 def test_updates_are_printed_with_the_replica_and_written_for_tensorboard(way, capfd, tmp_path):
     def report():
         folder = str(tmp_path / str(xm.get_ordinal()))
@@ -56,7 +57,7 @@ def test_reports_are_read_as_numbers():
     assert mcu.parse_metrics_report(torch_xla._XLAC._xla_metrics_report())["MarkStep__Value"] == 1
 
 
-def test_closures_beside_the_loop_run_in_order_while_it_goes_on(way):
+def test_closures_beside_the_loop_run_in_order_while_it_goes_on(several):
     def loop():
         may_run, heard, done = threading.Event(), [], threading.Event()
 
@@ -75,7 +76,7 @@ def test_closures_beside_the_loop_run_in_order_while_it_goes_on(way):
         done.wait()
         return heard
 
-    assert way.run(loop) == [[(0.0, rank), (2.0, rank), (4.0, rank)] for rank in range(way.ranks)]
+    assert several.run(loop) == [[(0.0, rank), (2.0, rank), (4.0, rank)] for rank in range(several.ranks)]
 
 
 def test_an_error_in_an_async_closure_is_raised_once_at_the_next_step_end():

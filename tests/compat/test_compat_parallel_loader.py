@@ -150,22 +150,13 @@ def mean_of(ranks):
     return round(sum(rank + 1.0 for rank in ranks) / len(ranks), 4)
 
 
-def test_the_step_takes_the_mean_of_the_gradients(way):
-    expected = [[mean_of(range(way.ranks)), 1.0]]
-    assert way.run(lambda: own_step(xm.optimizer_step)) == [expected] * way.ranks
-
-
-def test_reduced_gradients_can_be_clipped_before_a_plain_step(way):
-    def step(optimizer):
+def test_a_step_takes_the_mean_and_may_clip_and_a_barrier_ends_it(way):
+    def clip(optimizer):
         xm.reduce_gradients(optimizer)
         torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.5)
         optimizer.step()
 
-    assert way.run(lambda: own_step(step)) == [[[0.5, 0.5]]] * way.ranks
-
-
-def test_a_barrier_ends_the_step_and_runs_its_closures(way):
-    def step(optimizer):
+    def step_twice(optimizer):
         heard = []
         xm.add_step_closure(heard.append, args=("closure",))
         xm.optimizer_step(optimizer)
@@ -173,7 +164,11 @@ def test_a_barrier_ends_the_step_and_runs_its_closures(way):
         xm.optimizer_step(optimizer, barrier=True)
         assert heard == ["closure"]
 
-    way.run(lambda: own_step(step))
+    def body():
+        own_step(step_twice)
+        return own_step(xm.optimizer_step), own_step(clip)
+
+    assert way.run(body) == [([[mean_of(range(way.ranks)), 1.0]], [[0.5, 0.5]])] * way.ranks
 
 
 def test_a_closure_added_by_a_closure_waits_for_the_next_step():

@@ -112,8 +112,13 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.fixture(params=[*here(THREADS_2, THREADS_4, PROCESSES_2), *IN_THE_PLACE_OF_GPUS], ids=str)
 def peers(request: pytest.FixtureRequest) -> Ranks:
-    """Every implementation in which a rank has peers."""
-    return request.param
+    """Every implementation in which a rank has peers, or the one of that name."""
+    if isinstance(request.param, Ranks):
+        return request.param
+    mode, _, size = request.param.partition("-")
+    if not here(Ranks(mode, int(size))) or (mode == "accelerators" and not IN_THE_PLACE_OF_GPUS):
+        pytest.skip(f"there are no {size} {FAMILY} devices here")
+    return Ranks(mode, int(size))
 
 
 @pytest.fixture(params=here(THREADS_4, PROCESSES_3), ids=str)
@@ -122,7 +127,7 @@ def many_peers(request: pytest.FixtureRequest) -> Ranks:
     return request.param
 
 
-@pytest.fixture(params=here(SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3), ids=str)
+@pytest.fixture(params=here(SOLO, THREADS_4, PROCESSES_3), ids=str)
 def rounding_ranks(request: pytest.FixtureRequest) -> Ranks:
     """Every implementation, with sizes at which the order of a sum matters."""
     return request.param

@@ -111,55 +111,31 @@ def test_asking_about_devices_initialises_no_accelerator(family):
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_a_batch_keeps_its_containers_and_its_order(backend, device, kind):
-    make, look = CONTAINERS[kind]
-    batch = make()
-    moved = move(backend, batch, device)
-    assert type(moved) is type(batch)
-    assert same(look(moved), look(make()))
-    assert all(leaf.device.type == device.type for leaf in look(moved) if isinstance(leaf, torch.Tensor))
-
-
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_the_source_is_never_modified(backend, device, kind):
+def test_a_batch_keeps_its_containers_and_its_source_is_never_modified(backend, device, kind):
     make, look = CONTAINERS[kind]
     batch = make()
     before = look(batch)
     moved = move(backend, batch, device)
     after = look(batch)
+    assert type(moved) is type(batch)
+    assert same(look(moved), look(make()))
+    assert all(leaf.device.type == device.type for leaf in look(moved) if isinstance(leaf, torch.Tensor))
     assert all(one is other for one, other in zip(before, after, strict=True) if isinstance(one, torch.Tensor))
     assert same(before, after)
     assert all(leaf.device.type == "cpu" for leaf in after if isinstance(leaf, torch.Tensor))
     if device.type == "cpu":
         assert moved is batch
+    if not backend.moves_in_background:
+        moved, token = backend.to_device(batch, device)
+        assert moved is batch
+        assert token is None
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        None,
-        "text",
-        b"bytes",
-        7,
-        1.5,
-        True,
-        2 + 1j,
-        numpy.arange(3),
-        numpy.float32(2),
-        range(3),
-        object(),
-        torch.float32,
-    ],
-    ids=lambda leaf: type(leaf).__name__,
-)
-def test_what_holds_no_tensor_passes_through_untouched(backend, device, leaf):
-    moved = move(backend, {"leaf": leaf, "image": ones()}, device)
-    assert moved["leaf"] is leaf
-
-
-def test_a_module_in_a_batch_passes_through_untouched(backend, device):
+def test_what_holds_no_tensor_and_a_module_pass_through_untouched(backend, device):
     module = torch.nn.Linear(2, 2)
-    assert move(backend, [module, ones()], device)[0] is module
+    plain = [None, "text", b"bytes", 7, 1.5, True, 2 + 1j, range(3), object(), torch.float32, module]
+    for leaf in (*plain, numpy.arange(3), numpy.float32(2)):
+        assert move(backend, {"leaf": leaf, "image": ones()}, device)["leaf"] is leaf
     assert module.weight.device.type == "cpu"
 
 
@@ -219,17 +195,6 @@ def test_a_packed_sequence_stays_one(backend, device):
     assert moved.data.device.type == device.type
     assert torch.equal(moved.data.cpu(), packed.data)
     assert torch.equal(moved.batch_sizes, packed.batch_sizes)
-
-
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_without_background_moves_a_main_memory_batch_is_returned_as_is(backend, device, kind):
-    assert isinstance(backend.moves_in_background, bool)
-    if backend.moves_in_background:
-        pytest.skip(f"{backend.name} moves its batches on threads of their own")
-    batch = CONTAINERS[kind][0]()
-    moved, token = backend.to_device(batch, device)
-    assert moved is batch
-    assert token is None
 
 
 def test_batches_are_moved_by_several_threads_at_once(backend, device):

@@ -113,9 +113,7 @@ def batch(_: Any) -> tuple[torch.Tensor, PackedSequence]:
     return torch.randn(500, 500, dtype=torch.float64), pack_sequence([torch.ones(2, dtype=torch.float64)])
 
 
-@pytest.mark.parametrize(
-    "options", [{"prefetch": 0}, {"prefetch": 2}, {"num_workers": 1, "collate_fn": batch}], ids=["0", "2", "workers"]
-)
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"num_workers": 1, "collate_fn": batch}], ids=["0", "workers"])
 def test_only_the_loops_thread_uses_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     family, pulses = OneThread(), Pulses()
     monkeypatch.setattr(parallel_loader, "resolve_devices", lambda devices: [(family, family.device(0))])
@@ -134,12 +132,12 @@ def test_only_the_loops_thread_uses_the_device(options: dict[str, Any], monkeypa
     assert family.users.keys() >= {"to_device", "wait_ready", "memory"}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", DDP(comm_hook="fp16")], ids=str)
-def test_what_only_an_engine_of_torch_can_do_is_refused_with_the_way_out(strategy: Any) -> None:
+def test_what_only_an_engine_of_torch_can_do_is_refused_with_the_way_out() -> None:
     def body() -> None:
+        words = r"does not work with cpu:\d: process groups do not support MPS tensors; use strategy='ddp'"
         with on_stand_in():
-            Accelerator(strategy=strategy)
+            for strategy in ("fsdp", "zero1", DDP(comm_hook="fp16")):
+                with pytest.raises(ValueError, match=words):
+                    Accelerator(strategy=strategy)
 
-    words = r"does not work with cpu:\d: process groups do not support MPS tensors; use strategy='ddp'"
-    with pytest.raises(ValueError, match=words):
-        PROCESSES_2.run(body)
+    PROCESSES_2.run(body)

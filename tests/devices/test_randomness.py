@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
 import sys
 from typing import Any
 
@@ -36,11 +35,8 @@ def test_a_seed_is_a_function_of_its_place_that_every_generator_takes(place):
     torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.slow
 def test_a_seed_is_the_same_in_every_process():
-    code = "from unisono.devices.randomness import seed_of; print(seed_of(3, 1, 'samples'))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert int(found.stdout) == seed_of(3, 1, "samples")
+    assert seed_of(3, 1, "samples") == 276644236280105213  # in all of them, whatever `hash` makes of a text there
 
 
 def test_neighbouring_places_have_nothing_in_common():
@@ -51,13 +47,6 @@ def test_neighbouring_places_have_nothing_in_common():
     bits = [one ^ other for one, other in itertools.pairwise(found)]
     mean = sum(each.bit_count() for each in bits) / len(bits)
     assert 30 < mean < 33  # half of 63 bits change; five standard deviations are about half a bit
-
-
-@given(seed=st.integers(0, (1 << 63) - 1), place=st.integers(0, 1 << 40))
-def test_a_mixed_seed_is_one_that_every_generator_takes(seed, place):
-    assert 0 <= mixed(seed, place) < 1 << 63
-    assert mixed(seed, place) == mixed(seed, place)
-    torch.Generator().manual_seed(mixed(seed, place))
 
 
 def test_mixing_is_the_finaliser_of_splitmix64():

@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).parent.parent.parent / "examples" / "demo.py"
 @pytest.mark.slow
 def test_the_demo_has_one_hash_and_accuracy_on_any_number_of_devices(tmp_path: Path) -> None:
     ends = set()
-    for devices in "123":
+    for devices in "13":
         picture = tmp_path / devices / "digits.png"
         code, output, errors = warm_scripts.complete(
-            SCRIPT, "--devices", devices, "--epochs", "2", "--picture", str(picture), takes_apart=True
+            SCRIPT, "--devices", devices, "--epochs", "2", "--picture", str(picture), takes_apart=devices == "3"
         )
         assert code == 0, errors
         assert output.count("epoch  1") == 1, "rank zero alone prints"

@@ -17,7 +17,7 @@ from modes import PROCESSES_2, SOLO, THREADS_2, Mode, preload
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-@pytest.mark.parametrize(("mode", "largest"), [(SOLO, 32), (THREADS_2, 32), (PROCESSES_2, 16)], ids=str)
+@pytest.mark.parametrize(("mode", "largest"), [(THREADS_2, 32), (PROCESSES_2, 16)], ids=str)
 def test_any_ranks_and_batches_train_as_one_device(mode: Mode, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
@@ -34,8 +34,7 @@ def test_any_ranks_and_batches_train_as_one_device(mode: Mode, largest: int, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
-def test_the_accelerator_gives_the_bits_of_five_lines_by_hand(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accelerator_gives_the_bits_of_five_lines_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
     def body() -> object:
@@ -43,7 +42,7 @@ def test_the_accelerator_gives_the_bits_of_five_lines_by_hand(mode: Mode, monkey
 
         return compare(epochs=2)
 
-    results = mode.run(body)
+    results = PROCESSES_2.run(body)
     for accelerator, by_hand in results:
         assert accelerator.accuracy == by_hand.accuracy > 0.8
         for name, weight in accelerator.weights.items():
@@ -92,8 +91,7 @@ def test_a_run_that_is_ended_goes_on_to_the_end_on_other_devices(tmp_path: Path,
     assert int((checkpoints / "latest").read_text().rpartition("_")[2]) > saved
 
 
-@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
-def test_a_broken_row_is_left_out_by_going_back(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_row_is_left_out_by_going_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
     def body() -> tuple[int, float]:
@@ -101,6 +99,6 @@ def test_a_broken_row_is_left_out_by_going_back(mode: Mode, monkeypatch: pytest.
 
         return train(0)
 
-    for went_back, loss in mode.run(body):
+    for went_back, loss in PROCESSES_2.run(body):
         assert went_back == 4  # once in each epoch
         assert loss < 1.5

@@ -101,9 +101,9 @@ def test_scripts_differ_from_torch_xlas_in_import_lines_only() -> None:
         assert all(re.fullmatch(r"import unisono\.compat\.torch_xla[.\w]* as \w+", line) for line in named)
 
 
-@pytest.mark.parametrize("script", [SINGLE, pytest.param(LAUNCH, marks=pytest.mark.slow)])
-def test_on_one_device_a_script_trains_as_plain_torch_does(script: str) -> None:
-    assert_as_plain_torch(run(script, 1, "cpu"))
+@pytest.mark.slow
+def test_on_one_device_a_script_trains_as_plain_torch_does() -> None:
+    assert_as_plain_torch(run(SINGLE, 1, "cpu"))
 
 
 @pytest.mark.parametrize(

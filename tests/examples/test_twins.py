@@ -31,7 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """The examples, and how they are made small."""
 
-PLACES = [*((name, THREADS_2) for name in SMALL), ("images", PROCESSES_2), ("contrastive", PROCESSES_2)]
+PLACES = [*((name, THREADS_2) for name in SMALL), ("images", PROCESSES_2)]
 LINES_THAT_CHANGE = 30
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -79,47 +79,6 @@ def test_after_the_items_each_receive_raises_its_own_copy_of_the_error():
     assert len({id(error), *map(id, raised)}) == 3
 
 
-def test_the_first_word_of_closing_counts():
-    channel = Channel()
-    channel.close(Outcome.failure(KeyError("first")))
-    channel.close(Outcome())
-    with pytest.raises(KeyError, match="first"):
-        channel.receive()
-
-
-def room_for(channel: Channel, most: int, on_full: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether fewer than `most` items wait; else what `on_full` says."""
-    return lambda: len(channel) < most or on_full()
-
-
-def test_a_sender_waits_for_room():
-    is_full = Waiting()
-    channel = Channel()
-    channel.send(1)
-    assert channel.wait_for_room(room_for(channel, 2, is_full))
-    assert not is_awaiting_room(channel)
-    channel.send(2)
-    (sending,) = in_threads(lambda: channel.wait_for_room(room_for(channel, 2, is_full)) and channel.send(3))
-    is_full.seen()
-    assert len(channel) == 2
-    assert not sending.done()
-    assert channel.receive() == 1
-    assert result(sending) is True
-    assert [channel.receive(), channel.receive()] == [2, 3]
-
-
-def test_a_receipt_is_told_of_before_the_sender_asks_for_room_again():
-    told: list[int] = []
-    channel = Channel(on_receipt=lambda: told.append(len(told)))
-    asked = Waiting()
-    channel.send(7)
-    (waiting,) = in_threads(lambda: channel.wait_for_room(lambda: bool(told) or asked()))
-    asked.seen()
-    channel.receive()
-    assert result(waiting) is True
-    assert told == [0]
-
-
 def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():
     is_full = Waiting()
     full, empty = Channel(), Channel()
@@ -134,22 +93,6 @@ def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():
     for each in receiving:
         with pytest.raises(ClosedError, match="the loader was closed"):
             result(each)
-
-
-def test_each_item_wakes_one_receiver_and_the_end_all_that_are_left():
-    channel = Channel()
-    receiving = in_threads(*[channel.receive] * 4)
-    until(lambda: is_awaiting_item(channel, threads=4))
-    channel.send("a")
-    wait(receiving, PATIENCE_S, return_when="FIRST_COMPLETED")
-    channel.send("b")
-    while sum(each.done() for each in receiving) < 2:
-        wait([each for each in receiving if not each.done()], PATIENCE_S, return_when="FIRST_COMPLETED")
-    channel.close(Outcome())
-    wait(receiving, PATIENCE_S)
-    ended = [each for each in receiving if each.exception()]
-    assert sorted(each.result() for each in receiving if each not in ended) == ["a", "b"]
-    assert [type(each.exception()) for each in ended] == [EndOfChannel] * 2
 
 
 def test_what_is_cancelled_takes_and_gives_nothing_and_holds_nothing():

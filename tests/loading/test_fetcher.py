@@ -8,14 +8,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from epochs import Numbers, join_own_threads
 from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
-from modes import PROCESSES_2, SOLO, THREADS_2
+from modes import SOLO, THREADS_2
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from unisono import Accelerator, DeviceLoader, ParallelLoader
 
@@ -50,11 +49,6 @@ class Picky(Dataset[int]):
         return index
 
 
-class PickyStream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return map(Picky(20, [5]).__getitem__, range(20))
-
-
 BROKEN: dict[str, tuple[Callable[..., DataLoader], str, str]] = {
     "dataset": (
         lambda **options: DataLoader(Failing(40, 21, two_facts), batch_size=2, **options),
@@ -74,8 +68,16 @@ BROKEN: dict[str, tuple[Callable[..., DataLoader], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("where", BROKEN)
-@pytest.mark.parametrize(("num_workers", "count"), [(0, 1), (1, 2), (2, 1), (0, 2)])
+@pytest.mark.parametrize(
+    ("where", "num_workers", "count"),
+    [
+        ("dataset", 0, 1),
+        ("dataset", 1, 2),
+        ("dataset that fetches many", 2, 1),
+        ("collate_fn", 0, 2),
+        ("collate_fn", 2, 1),
+    ],
+)
 def test_an_error_keeps_its_type_and_place_and_follows_the_earlier_rounds(where, num_workers, count):
     make, note, line = BROKEN[where]
     devices = [f"cpu:{index}" for index in range(count)]
@@ -102,12 +104,10 @@ def test_an_error_keeps_its_type_and_place_and_follows_the_earlier_rounds(where,
                     next(iterator)
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "count"),
-    [(0, 22), (0, 40), (1, 40), (2, 22)],
-    ids=["0-in the last batch", "0-in the midst", "1-in the midst", "2-in the last batch"],
+@pytest.mark.parametrize(  # in the last batch, and in the midst
+    ("num_workers", "count", "where"),
+    [(0, 22, "dataset"), (0, 40, "collate_fn"), (1, 40, "dataset"), (2, 22, "collate_fn")],
 )
-@pytest.mark.parametrize("where", ["dataset", "collate_fn"])
 def test_a_stop_iteration_is_an_error_and_no_end(num_workers, count, where):
     def collate(samples: list[int]) -> list[int]:
         return next(iter([])) if 21 in samples else samples
@@ -127,7 +127,7 @@ class Dropping(Picky):
         return [index for index in indices if index not in self._bad]
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_a_dataset_returning_too_few_samples_is_told_to_use_a_collate_fn(mode: Any) -> None:
     def body() -> list[int]:
         with pytest.raises(ValueError, match=r"__getitems__ returned \d samples for \d indices .*in a collate_fn"):
@@ -149,21 +149,6 @@ def test_a_batch_may_be_anything(num_workers):
     assert list(map(repr, DeviceLoader(loader))) == expected
     items = DataLoader(batches, batch_size=None, num_workers=num_workers, collate_fn=lambda item: item)
     assert list(map(repr, DeviceLoader(items))) == expected
-
-
-@WORKERS
-def test_a_batch_of_tensors_arrays_and_texts_comes_out_as_it_was_made(num_workers):
-    class Rich(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return {"t": torch.full((300,), index), "a": numpy.arange(index), "n": f"name {index}", "i": index}
-
-    loader = DataLoader(Rich(5), batch_size=2, num_workers=num_workers, collate_fn=list)
-    samples = [sample for batch in DeviceLoader(loader) for sample in batch]
-    for index, sample in enumerate(samples):
-        assert sample["t"].tolist() == [index] * 300
-        assert sample["a"].tolist() == list(range(index))
-        assert (sample["n"], sample["i"]) == (f"name {index}", index)
-    assert len(samples) == 5
 
 
 def test_rows_of_plain_tensors_are_those_that_torch_gives():
@@ -202,8 +187,14 @@ def nested_of(samples: list[int]) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.full((sample + 1,), float(sample)) for sample in samples])
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_sparse_and_nested_tensors_arrive(num_workers):
+def strided_of(samples: list[int]) -> list[torch.Tensor]:
+    return [torch.zeros(1, 3, 2, 2).to(memory_format=torch.channels_last) + sample for sample in samples * 20]
+
+
+@WORKERS
+def test_sparse_nested_and_strided_tensors_arrive(num_workers):
+    (found,) = DeviceLoader(DataLoader(range(1), 1, num_workers=num_workers, collate_fn=strided_of))
+    assert [each.is_contiguous(memory_format=torch.channels_last) for each in found] == [True] * 20
     sparse = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=sparse_of)))
     assert sum(batch.to_dense() for batch in sparse).tolist() == [1.0] * 12
     nested = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=nested_of)))
@@ -211,16 +202,6 @@ def test_sparse_and_nested_tensors_arrive(num_workers):
     assert [part.tolist() for batch in nested for part in batch.unbind()] == expected
     again = list(DeviceLoader(iter(nested)))  # from a generator
     assert [part.tolist() for batch in again for part in batch.unbind()] == expected
-
-
-def strided_of(samples: list[int]) -> list[torch.Tensor]:
-    return [torch.zeros(1, 3, 2, 2).to(memory_format=torch.channels_last) + sample for sample in samples * 20]
-
-
-def test_many_tensors_keep_their_strides():
-    (found,) = DeviceLoader(DataLoader(range(1), 1, num_workers=1, collate_fn=strided_of))
-    assert len(found) == 20
-    assert all(each.is_contiguous(memory_format=torch.channels_last) for each in found)
 
 
 def taken(iterator: Iterator[Any], most: int = 100) -> tuple[list[Any], list[str], list[int]]:
@@ -239,8 +220,20 @@ def taken(iterator: Iterator[Any], most: int = 100) -> tuple[list[Any], list[str
     raise AssertionError(f"the loop does not end: {errors[:3]}")
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("where", [*BROKEN, "the first", "the last", "all"])
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        *((each, {}) for each in [*BROKEN, "the first", "the last", "all"]),
+        ("collate_fn", {"num_workers": 2}),
+        ("all", {"num_workers": 2}),
+        ("dataset", PERSISTENT),
+        ("the last", PERSISTENT),
+    ],
+    ids=str,
+)
 def test_on_one_rank_a_loop_skips_a_batch_that_fails_as_torchs_does(where: str, options: dict[str, Any]) -> None:
     def make(**more: Any) -> DataLoader[Any]:
         if where in BROKEN:
@@ -289,21 +282,3 @@ def test_skipping_a_batch_ends_an_accumulation_only_if_it_was_the_last() -> None
             taken_steps += accelerator.sync_gradients
             optimizer.zero_grad()
         assert taken_steps == steps, bad
-
-
-@pytest.mark.parametrize("make", [lambda: Picky(20, [5]), PickyStream], ids=["indexed", "stream"])
-def test_on_several_ranks_or_over_a_stream_the_loop_ends_and_says_so(make: Any) -> None:
-    def body() -> list[str]:
-        iterator, found = iter(DeviceLoader(DataLoader(make(), batch_size=2))), []
-        for _ in range(5):
-            try:
-                next(iterator)
-            except Exception as error:
-                found.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
-        return [each for each in found if "the loop" in each][:3]
-
-    for mode in (THREADS_2, PROCESSES_2) if isinstance(make(), Picky) else (SOLO,):
-        shown = [each for each in mode.run(body) if each]
-        assert len(shown) == 1, "the rank whose piece failed"
-        assert "this ends the loop: only on one rank, over a map-style dataset" in shown[0][0]
-        assert all("RuntimeError: the loop has ended with " in each for each in shown[0][1:]), shown

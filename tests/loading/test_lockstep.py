@@ -194,18 +194,6 @@ def test_a_wait_for_another_rank_counts_as_one_for_peers():
 # Ends.
 
 
-@given(sizes=some_sizes, ahead=st.integers(1, 4), is_fixed=st.booleans())
-def test_drop_and_a_fixed_size_end_before_the_first_incomplete_round(sizes, ahead, is_fixed):
-    ranks = Ranks(numbered(sizes), ahead, tail="split" if is_fixed else "drop", fixed_batch_size=is_fixed)
-    assert [len(each) for each in ranks.drain()] == [min(map(len, sizes))] * len(sizes)
-
-
-def test_pad_fills_what_only_keeps_step_too():
-    second = Ranks(numbered([[3, 3], [3]]), tail="pad").drain()[1]
-    assert [each.batch.tolist() for each in second] == [[6, 7, 8], [6, 6, 6]]
-    assert [(each.claim.samples, each.claim.repeated) for each in second] == [(3, 0), (0, 3)]
-
-
 @pytest.mark.parametrize(("tail", "size"), [("split", 1), ("pad", 3)])
 def test_a_rank_that_has_no_sample_at_all_is_lent_one(tail, size):
     ranks = Ranks([[], *numbered([[3, 3]]), []], tail=tail)

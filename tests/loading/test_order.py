@@ -12,9 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from epochs import Numbers, chunks
-from hypothesis import given
-from hypothesis import strategies as st
+from epochs import Numbers
 from samplers import COUNT, Own, Sized, loader_of, orders, random_states
 from streams import Stream
 from torch.utils.data import (
@@ -22,7 +20,6 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -68,18 +65,18 @@ def shuffled(generator: torch.Generator | None = None) -> DataLoader:
 
 
 @pytest.mark.parametrize("kind", GENERATED)
-@pytest.mark.parametrize("own", [None, 5], ids=["without a generator", "with one"])
-def test_a_sampler_gives_the_order_of_a_generator_with_the_same_seed(kind, own):
-    sampler = GENERATED[kind](torch.Generator().manual_seed(own) if own else None)
-    for epoch in range(3):
-        generator = torch.Generator().manual_seed(seed_of(9, epoch))
-        plain = list(GENERATED[kind](generator))
-        assert list(itertools.chain(*batches_of(sampler, BatchSampler(sampler, 4, False), 9, epoch)[0])) == plain
+def test_a_sampler_gives_the_order_of_a_generator_with_the_same_seed(kind):
+    for own in (None, torch.Generator().manual_seed(5)):
+        sampler = GENERATED[kind](own)
+        for epoch in range(2):
+            generator = torch.Generator().manual_seed(seed_of(9, epoch))
+            plain = list(GENERATED[kind](generator))
+            assert list(itertools.chain(*batches_of(sampler, BatchSampler(sampler, 4, False), 9, epoch)[0])) == plain
 
 
 @pytest.mark.parametrize("kind", GLOBAL)
-@pytest.mark.parametrize("sampler", [Own, Sized])
-def test_a_sampler_using_global_generators_depends_on_seed_and_epoch_only(kind, sampler):
+def test_a_sampler_using_global_generators_depends_on_seed_and_epoch_only(kind):
+    sampler = Own if "one by one" in kind else Sized
     first = orders(loader_of(sampler(GLOBAL[kind])), 3, seed=7)
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     assert orders(loader_of(sampler(GLOBAL[kind])), 3, seed=7) == first
@@ -88,9 +85,8 @@ def test_a_sampler_using_global_generators_depends_on_seed_and_epoch_only(kind, 
 
 
 @pytest.mark.parametrize("kind", [*GENERATED, *GLOBAL])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_process_generators_are_left_as_they_were(kind, num_workers):
-    sampler = GENERATED[kind](None) if kind in GENERATED else Sized(GLOBAL[kind])
+def test_the_process_generators_are_left_as_they_were(kind):
+    sampler, num_workers = GENERATED[kind](None) if kind in GENERATED else Sized(GLOBAL[kind]), int(kind == "torch")
     before = random_states()
     orders(DataLoader(Numbers(COUNT), sampler=sampler, batch_size=4, num_workers=num_workers), 1)
     assert random_states() == before
@@ -102,24 +98,6 @@ def test_the_seed_is_that_of_the_loaders_generator_and_zero_without_one():
     assert orders(shuffled(), 2) == orders(shuffled(), 2, seed=0)
     own = DataLoader(Numbers(50), sampler=RandomSampler(range(50), generator=torch.Generator().manual_seed(5)))
     assert orders(own, 2) == orders(by_generator, 2)
-
-
-@given(
-    samples=st.integers(0, 50),
-    size=st.integers(1, 7),
-    offset=st.integers(0, 60),
-    drop_last=st.booleans(),
-    is_sized=st.booleans(),
-)
-def test_a_late_beginning_is_the_rest_of_the_order_in_whole_batches(samples, size, offset, drop_last, is_sized):
-    order = list(range(samples))
-    sampler: Any = SequentialSampler(order) if is_sized else Own(lambda: order)
-    batches, nominal = batches_of(sampler, BatchSampler(sampler, size, drop_last), 0, 0, offset)
-    expected = chunks(order[offset:], size)
-    if drop_last and expected and len(expected[-1]) < size:
-        expected.pop()
-    assert list(batches) == expected
-    assert nominal == size
 
 
 class Subclass(DataLoader):
@@ -141,7 +119,7 @@ def test_passes_begun_by_several_threads_at_once_are_each_complete(batch_size):
     found: list[list[int]] = []
 
     def load() -> None:
-        for _ in range(10):
+        for _ in range(5):
             together.wait()
             batches = list(device_loader)
             found.append(torch.cat(batches).tolist() if batch_size else batches)
@@ -156,11 +134,11 @@ def test_passes_begun_by_several_threads_at_once_are_each_complete(batch_size):
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert [sorted(order) for order in found] == [list(range(20))] * 40
-    assert len({tuple(order) for order in found}) == 40
+    assert [sorted(order) for order in found] == [list(range(20))] * 20
+    assert len({tuple(order) for order in found}) == 20
 
 
-@pytest.mark.parametrize("name", [*GENERATED, "stream"])
+@pytest.mark.parametrize("name", ["shuffle", "weighted", "indexed", "stream"])
 def test_a_default_device_elsewhere_is_none_of_the_orders_business(name):
     """Numbers on "meta" are none; on an accelerator two threads would work on one device."""
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from multiprocessing import resource_sharer
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from epochs import Bucketed, Numbers, chunks, counted, dealt, ranks_of, take
-from hypothesis import given
-from hypothesis import strategies as st
 from samplers import COUNT, Own, Sized, loader_of, orders, random_states
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from unisono import DeviceLoader
 from unisono.devices.randomness import seed_of
-from unisono.loading.order import batches_of
 
 
 class Drawing:
@@ -64,16 +60,13 @@ def test_the_sampler_within_a_batch_sampler_of_ones_own_is_seeded():
     [list, tuple, torch.tensor, numpy.array, iter, lambda group: dict.fromkeys(group).keys()],
     ids=["list", "tuple", "tensor", "array", "iterator", "keys"],
 )
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_sampler_of_ones_own_is_followed_whatever_its_batches_are(kind, num_workers):
+def test_a_batch_sampler_of_ones_own_is_followed_whatever_its_batches_are(kind):
     groups = [[5, 1, 4], [0], [2, 3], [9, 8, 7, 6], [11, 10, 12]]
-    loader = DataLoader(Numbers(13), batch_sampler=Bucketed([kind(group) for group in groups]), num_workers=num_workers)
+    loader = DataLoader(Numbers(13), batch_sampler=Bucketed([kind(group) for group in groups]))
     assert dealt(loader, 1).global_batches == groups
-    resource_sharer.stop()  # it sent the tensors, and keeps a socket open for more
 
 
-@pytest.mark.parametrize("sampler", [Own, Sized], ids=["without length", "with length"])
-@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize(("sampler", "is_random"), [(Own, True), (Sized, False)])
 def test_an_endless_sampler_makes_the_same_endless_epoch_on_every_rank(sampler, is_random):
     def endless() -> Iterator[int]:
         order = torch.randperm(COUNT).tolist() if is_random else list(range(COUNT))
@@ -142,13 +135,3 @@ def test_each_index_of_a_loader_without_batches_may_be_a_batch():
     each_ranks = [take(rank) for rank in ranks_of(DataLoader(Bulk(10), sampler=sampler, batch_size=None), 2, seed=1)]
     plain = RandomSampler(range(10), generator=torch.Generator().manual_seed(seed_of(1, 0)))
     assert counted(each_ranks) == list(plain)
-
-
-@given(sizes=st.lists(st.integers(0, 5), max_size=12), offset=st.integers(0, 40))
-def test_a_late_beginning_cuts_a_batch_of_ones_own(sizes, offset):
-    bounds = list(itertools.accumulate(sizes, initial=0))
-    own = [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
-    batches, nominal = batches_of(None, Bucketed(own), 0, 0, offset)
-    expected = [[each for each in batch if each >= offset] for batch in own]
-    assert list(batches) == [batch for batch in expected if batch]
-    assert nominal is None

@@ -44,7 +44,7 @@ WAYS = {
 }
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     samples=st.integers(0, 40),
     epoch=st.integers(0, 3),
@@ -81,7 +81,7 @@ def test_a_pass_goes_on_at_the_sample_where_it_was_left(samples, epoch, rounds, 
     again=st.integers(1, 9),
     count=st.integers(1, 3),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_tail_that_is_dropped_is_less_than_a_round_after_a_resume_too(samples, rounds, size, again, count):
     for options in ({"drop_last": True}, {}):
         first = ranks_of(shuffled(samples, size, **options), 2, seed=5, tail="drop")
@@ -119,7 +119,7 @@ def refuse_to_start(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
 def test_a_parallel_loader_goes_on_with_another_number_of_devices(before, after):
     with ParallelLoader(shuffled(), devices(before), seed=5) as first:
         delivered = take_rounds(first, before, 2)

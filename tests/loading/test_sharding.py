@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from dealing import COUNTS, EVERY, rule_of, size_of
+from dealing import COUNTS, rule_of, size_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
@@ -27,34 +27,12 @@ def short_rounds(draw: Any) -> tuple[list[int], int]:
 
 
 @given(short_rounds())
-def test_a_round_is_dealt_contiguously_and_each_sample_once(case):
-    sizes, count = case
-    whole = [(batch, sample) for batch, size in enumerate(sizes) for sample in range(size)]
-    found = [
-        (part.batch, sample)
-        for part in deal([*map(Size, sizes)], count)
-        if part.samples
-        for sample in range(part.start, part.stop)
-    ]
-    assert found == whole
-
-
-@given(short_rounds())
 def test_ranks_sharing_a_batch_split_it_evenly_and_earlier_ones_get_more(case):
     sizes, count = case
     for batch, shared in itertools.groupby(deal([*map(Size, sizes)], count), key=lambda part: part.batch):
         taken = [part.samples for part in shared]
         plain = [sizes[batch] // len(taken) + (place < sizes[batch] % len(taken)) for place in range(len(taken))]
         assert taken == plain
-
-
-@given(short_rounds())
-def test_a_rank_without_a_sample_repeats_one_that_counts_nothing(case):
-    sizes, count = case
-    fillers = [part for part in deal([*map(Size, sizes)], count) if not part.samples]
-    assert all((part.start, part.stop, part.repeated) == (0, 1, 1) for part in fillers)
-    if len(sizes) == 1:
-        assert len(fillers) == max(0, count - sizes[0])  # no more than must be
 
 
 @given(short_rounds(), st.integers(1, 12))
@@ -76,14 +54,6 @@ def test_fixed_rounds_end_before_the_first_that_differs(sizes, count):
     kept = list(itertools.takewhile(lambda group: group == [sizes[0]] * count, whole))
     found = rounds([[None] * size for size in sizes], rule_of(count, fixed_batch_size=True), size_of)
     assert [[len(batch) for batch in each.batches] for each in found] == kept
-
-
-@given(batches=st.integers(0, 40), count=COUNTS, split=EVERY["split"], tail=st.sampled_from(["split", "drop", "pad"]))
-def test_a_rule_tells_the_number_of_rounds_before(batches, count, split, tail):
-    rule = rule_of(count, split=split, tail=tail)
-    assert rule.rounds_of(batches) == len(list(rounds([[0]] * batches, rule, size_of)))
-    fixed = rule_of(count, split=split, tail=tail, fixed_batch_size=True)
-    assert fixed.rounds_of(batches) == len(list(rounds([[0]] * batches, fixed, size_of)))
 
 
 def test_rounds_read_no_further_than_the_round_they_give():

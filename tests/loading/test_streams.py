@@ -147,8 +147,10 @@ def by_stride(samples: Sequence[Any], ranks: int, workers: int, size: int) -> li
     return dealt
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+HOW = pytest.mark.parametrize(("mode", "workers"), [(SOLO, 3), (THREADS_2, 0), (THREADS_2, 2), (THREADS_3, 1)])
+
+
+@HOW
 @stand_ins()
 def test_every_sample_once_whoever_cuts_the_stream(mode, workers):
     for dataset in DATASETS:
@@ -160,14 +162,13 @@ def test_every_sample_once_whoever_cuts_the_stream(mode, workers):
                 assert [len(batch) for batch in got.batches] == [valid or 1 for valid in got.valid]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, COUNT])
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@HOW
 @stand_ins()
-def test_the_stride_deals_as_a_list_is_dealt(mode, workers, count):
-    found = passes(mode, lambda: Stream(count), None, workers=workers)
-    dealt = [[batch for batch, valid in zip(each.batches, each.valid, strict=True) if valid] for (each,) in found]
-    assert dealt == by_stride(range(count), mode.ranks, workers, SIZE)
+def test_the_stride_deals_as_a_list_is_dealt(mode, workers):
+    for count in (0, 1, 2, COUNT):
+        found = passes(mode, lambda count=count: Stream(count), None, workers=workers)
+        dealt = [[batch for batch, valid in zip(each.batches, each.valid, strict=True) if valid] for (each,) in found]
+        assert dealt == by_stride(range(count), mode.ranks, workers, SIZE), count
 
 
 def test_processes_take_every_sample_once_and_resume():
@@ -190,8 +191,7 @@ def test_processes_take_every_sample_once_and_resume():
         assert kind[0][1].state == kind[1][1].state
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("count", "workers"), [(1, 2), (2, 0), (3, 2)])
 @stand_ins()
 def test_the_devices_of_one_process_share_a_stream(count, workers):
     devices = [f"cpu:{place}" for place in range(count)]
@@ -208,15 +208,13 @@ def test_a_stream_that_is_said_to_be_cut_is_taken_as_it_comes():
         assert [sorted(each.counted) for (each,) in found] == [list(range(COUNT))] * 2
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 2), (THREADS_2, 0), (THREADS_2, 2)])
 @stand_ins()
 def test_a_stream_may_give_batches_of_its_own(mode, workers):
     assert all_of(passes(mode, Tensors, None, workers=workers, size=None)) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("init", [set_range, only_seeds])
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
+@pytest.mark.parametrize(("mode", "init"), [(SOLO, set_range), (THREADS_2, only_seeds), (THREADS_3, set_range)])
 @stand_ins()
 def test_a_worker_init_fn_may_cut_the_stream_or_not(mode, init):
     found = passes(mode, Ranged, None, workers=2, worker_init_fn=init)
@@ -268,15 +266,14 @@ def with_label(number: int) -> tuple[Any, int]:
     return torch.tensor(float(number)), 0
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, COUNT])
-@pytest.mark.parametrize("form", [int, float, with_label])
-@pytest.mark.parametrize("kind", [ById, BeginsAlike])
+@pytest.mark.parametrize(("kind", "form"), [(ById, int), (BeginsAlike, int), (ById, with_label), (BeginsAlike, float)])
 @stand_ins()
-def test_loader_workers_of_a_single_rank_read_what_they_read_with_torch(kind, form, count):
-    (found,) = passes(SOLO, lambda: kind(count, form), None, None, workers=2)
-    own = [number + 1000 * (number >= kind.alike) for number in range(count)]
-    for got in found:
-        assert sorted(got.counted) == sorted([*range(count), *own])
+def test_loader_workers_of_a_single_rank_read_what_they_read_with_torch(kind, form):
+    for count in (1, 2, 3, COUNT):
+        (found,) = passes(SOLO, lambda count=count: kind(count, form), None, None, workers=2)
+        own = [number + 1000 * (number >= kind.alike) for number in range(count)]
+        for got in found:
+            assert sorted(got.counted) == sorted([*range(count), *own]), count
 
 
 def test_so_do_processes_whatever_makes_their_streams_differ():
@@ -290,19 +287,14 @@ def test_so_do_processes_whatever_makes_their_streams_differ():
         assert len({*got.counted}) == len(got.counted) == 2 * COUNT
 
 
-@pytest.mark.parametrize("count", [2, 3, 7, COUNT])
-@pytest.mark.parametrize("size", [1, 2, 32])
+@pytest.mark.parametrize(
+    ("kind", "count", "size"), [(ById, 2, 1), (ById, 3, 2), (ById, 7, 32), (BeginsAlike, 25, 2), (BeginsAlike, 25, 32)]
+)
 @stand_ins()
-def test_several_ranks_refuse_streams_chosen_by_worker_number_alone(count, size):
-    errors = refused(THREADS_2, lambda: ById(count), None, workers=2, size=size)
+def test_several_ranks_refuse_streams_chosen_by_worker_number_alone(kind, count, size):
+    errors = refused(THREADS_2, lambda: kind(count), None, workers=2, size=size)
     assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
     assert all("read different streams" in str(error) for error in errors)
-
-
-@stand_ins()
-def test_a_stream_of_odd_length_that_begins_alike_is_not_halved():
-    for size in (2, 32):
-        assert len(refused(THREADS_2, lambda: BeginsAlike(25), None, workers=2, size=size)) == 2
 
 
 def test_a_global_batch_is_split_over_the_ranks():

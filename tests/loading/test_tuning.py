@@ -74,9 +74,16 @@ def looped(loader: DeviceLoader) -> tuple[list[torch.Tensor], list[float]]:
     return batches, drawn
 
 
-@pytest.mark.parametrize("numbers", [{}, {1: 2, 12: 1, 15: 3}, {2: 1, 9: 0, 20: 1}, {7: 4, 8: 1, 9: 2, 29: 3}])
-@pytest.mark.parametrize("kind", [Plain, Drawing, Late])
-@pytest.mark.parametrize("prefetch", [8, 0])
+@pytest.mark.parametrize(
+    ("kind", "numbers", "prefetch"),
+    [
+        (Plain, {}, 8),
+        (Drawing, {1: 2, 12: 1, 15: 3}, 8),
+        (Drawing, {2: 1, 9: 0, 20: 1}, 0),
+        (Late, {7: 4, 8: 1, 9: 2, 29: 3}, 8),
+        (Late, {1: 2, 12: 1, 15: 3}, 0),
+    ],
+)
 def test_batches_and_what_the_loop_draws_are_those_of_one_worker(scripted, kind, numbers, prefetch):
     def loader(workers: int, **options) -> DeviceLoader:
         data = DataLoader(kind(), batch_size=4, shuffle=True, num_workers=workers)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
@@ -84,11 +84,9 @@ def streamed(form: Any) -> Any:
     return DataLoader(Stream(form), None)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("mode", "source"),
-    [(SOLO, batches), (THREADS_3, batches), (PROCESSES_2, batches), (SOLO, streamed)],
-    ids=["solo", "threads", "processes", "solo, a stream"],
+    ("form", "mode", "source"),
+    [*((form, THREADS_3, batches) for form in FORMS), (as_object, SOLO, batches), (as_sequence, SOLO, streamed)],
 )
 def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: Any, mode: Mode, source: Any) -> None:
     def body() -> tuple[list[Any], set[str], list[Any]]:
@@ -119,15 +117,17 @@ def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: 
         assert gathered == [row for rows in plain_rows(form) for row in rows]
 
 
-@pytest.mark.parametrize("form", FORMS)
+FIXED = {"fixed_batch_size": True}
+
+
 @pytest.mark.parametrize(
-    ("mode", "source", "options"),
+    ("form", "mode", "source", "options"),
     [
-        (SOLO, batches, {"fixed_batch_size": True}),
-        (THREADS_2, batches, {"fixed_batch_size": True}),
-        (THREADS_2, streamed, {}),
+        (as_object, SOLO, batches, FIXED),
+        (as_dicts, THREADS_2, batches, FIXED),
+        (as_sequence, THREADS_2, streamed, {}),
+        (as_samples, THREADS_2, streamed, {}),
     ],
-    ids=["solo, a fixed size", "a fixed size", "a stream of several ranks"],
 )
 def test_a_fixed_size_and_a_stream_of_several_ranks_refuse_them(form, mode, source, options) -> None:
     def body() -> str:
@@ -139,7 +139,7 @@ def test_a_fixed_size_and_a_stream_of_several_ranks_refuse_them(form, mode, sour
     assert all(words in error for error in mode.run(body))
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_the_gradient_of_a_step_is_the_mean_over_its_batches(mode: Mode) -> None:
     """The plain twin: the mean loss of each batch, averaged over the batches of a round, whatever they hold."""
 

@@ -182,7 +182,7 @@ def trained(calls: int) -> tuple[list[torch.Tensor], list[list[float]]]:
 @pytest.mark.any_family
 def test_a_dropout_run_repeats_bit_for_bit_with_masks_differing_by_replica():
     weights, masks = trained(3)
-    for _ in range(5):
+    for _ in range(2):
         again, masks_again = trained(3)
         assert all(map(torch.equal, weights, again))
         assert masks_again == masks
@@ -209,6 +209,6 @@ def test_replicas_that_seed_alike_build_alike_though_they_do_it_at_once():
         return [parameter.tolist() for parameter in network().parameters()]
 
     replicas = DataParallel(nn.Identity(), TWO)
-    for _ in range(20):
+    for _ in range(5):
         one, other = replicas.run_on_replicas(build)
         assert one == other

@@ -45,9 +45,7 @@ def samples(results) -> list[int]:
     return [sample for each in rounds for part in each for sample in part]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("others", [1, 2])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("count", "others", "steps"), [(1, 2, 1), (2, 1, 2), (3, 2, 2)])
 def test_a_pass_that_was_left_goes_on_over_another_number_of_devices(count, others, steps):
     loader = ParallelLoader(source(), replicas(count).devices)
     first = replicas(count)(taken(steps), loader)

@@ -21,7 +21,7 @@ from unisono.compat.accelerate.scheduler import AcceleratedScheduler
 from unisono.compat.accelerate.state import AcceleratorState, GradientState
 from unisono.strategies import FSDP
 
-ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
+ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2), ids=str)
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 
 
@@ -110,8 +110,7 @@ def test_a_device_is_asked_for_by_the_environment_or_by_an_argument(
 
 
 @ALL
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("splits", "steps"), [(False, 2), (True, 1)])
 def test_a_schedule_counts_the_steps_of_one_device_and_waits_for_steps(mode: Mode, splits: bool, steps: int) -> None:
     def body() -> list[int]:
         accelerator = Accelerator(split_batches=splits, gradient_accumulation_steps=steps)
@@ -328,8 +327,7 @@ def test_the_order_follows_set_seed_and_data_seed_on_all_ranks(mode: Mode) -> No
         assert sorted(first) == list(range(12))
 
 
-@pytest.mark.parametrize("mode", [PROCESSES_2], ids=str)
-def test_an_fsdp_plugin_shards(mode: Mode) -> None:
+def test_an_fsdp_plugin_shards() -> None:
     def body() -> tuple[Any, ...]:
         accelerator = Accelerator(fsdp_plugin=utils.FullyShardedDataParallelPlugin())
         model = accelerator.prepare(nn.Linear(2, 2))
@@ -337,7 +335,7 @@ def test_an_fsdp_plugin_shards(mode: Mode) -> None:
         # As save_pretrained(state_dict=..., is_main_process=...) reads it on every rank.
         return accelerator.distributed_type, accelerator.is_fsdp2, len({**state}), "bias" in state
 
-    assert mode.run(body) == [(DistributedType.FSDP, True, 2, True), (DistributedType.FSDP, True, 0, False)]
+    assert PROCESSES_2.run(body) == [(DistributedType.FSDP, True, 2, True), (DistributedType.FSDP, True, 0, False)]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +356,7 @@ def test_fields_of_an_fsdp_plugin_have_their_counterpart(fields: dict[str, Any],
     assert utils.FullyShardedDataParallelPlugin(**fields).to_native() == options
 
 
-@SEVERAL
+@pytest.mark.parametrize("mode", fitting(THREADS_2), ids=str)
 def test_local_sgd_averages_what_each_rank_has_made_of_its_own_batches(mode: Mode) -> None:
     data = torch.arange(1.0, 17.0).reshape(16, 1) / 8
 
@@ -413,7 +411,7 @@ def test_the_gradient_state_is_that_of_the_last_accelerator() -> None:
         accelerator.gradient_state.active_dataloader  # noqa: B018
 
 
-@ALL
+@SEVERAL
 def test_a_profile_is_exported_by_process(mode: Mode, tmp_path: Path) -> None:
     def body() -> bool:
         accelerator = Accelerator(kwargs_handlers=[utils.ProfileKwargs(output_trace_dir=str(tmp_path / "traces"))])
@@ -426,8 +424,7 @@ def test_a_profile_is_exported_by_process(mode: Mode, tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.rglob("*.json")) == ["profile_0.json", "profile_1.json"][:count]
 
 
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2), ids=str)
+@pytest.mark.parametrize(("mode", "stateful"), [*zip(fitting(SOLO, THREADS_2), (True, False), strict=False)], ids=str)
 def test_a_script_goes_on_from_its_state_and_skips_what_was_seen(mode: Mode, stateful: bool, tmp_path: Path) -> None:
     def train(stop: int | None) -> tuple[list[float], list[str]]:
         configuration = utils.ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
