@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import snapshot_kills
+import warm_scripts
 from agents import agent, free_port, kill_all, pull_cable
 from faults import Ear, Line, Script
 from snapshot_kills import Plan, Run, undisturbed
@@ -204,33 +205,23 @@ def test_losing_a_machine_costs_nothing_and_a_new_one_is_sent_the_state(
             assert machines.ended(2) == expected
 
 
-def test_without_virtual_ranks_generators_go_on_unless_a_machine_is_lost(tmp_path: Path, ear: Ear) -> None:
-    def digest_of(name: str, loses: str = "") -> tuple[str, str]:
-        """How a run ends whose worker, or machine, is lost."""
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / "line").symlink_to(tmp_path / "line")
-        stands = {0: ("b", 5)} if loses else {}
-        machines = Machines(directory, ear, "ddp", stands, "-n", "1", "--nnodes", "2", kind="plain")
-        with running(machines, "a", "b") as scripts, ExitStack() as stack:
-            assert machines.begun(2) == {0}
-            if loses:
-                pid = machines.standing()
-                if loses == "worker":
-                    os.kill(pid, signal.SIGKILL)
-                else:
-                    kill_all(scripts.pop())
-                    scripts += stack.enter_context(running(machines, "b"))
-                assert machines.begun(2) == {5}
-            return machines.ended(2), "".join(each.end()[2] for each in scripts)
-
-    whole, errors = digest_of("whole")
-    assert "random numbers" not in errors
-    killed, errors = digest_of("killed", "worker")
-    assert killed == whole
-    assert "random numbers" not in errors
-    lost, errors = digest_of("lost", "machine")
-    assert lost != whole
+def test_without_virtual_ranks_random_numbers_are_lost_with_a_machine_only(tmp_path: Path, ear: Ear) -> None:
+    """That those of a killed worker go on is in tests/checkpoint/test_snapshots.py."""
+    stands = {0: ("b", 5), 1: ("b", 9)}
+    machines = Machines(tmp_path, ear, "ddp", stands, "-n", "1", "--nnodes", "2", kind="plain")
+    with running(machines, "a", "b") as (first, second):
+        assert machines.begun(2) == {0}
+        os.kill(machines.standing(), signal.SIGKILL)
+        assert machines.begun(2) == {5}
+        machines.standing()
+        for each in (first, second):
+            assert isinstance(each.process, warm_scripts.Forked)
+            assert b"random numbers" not in each.process.stderr.data
+        kill_all(second)
+        with running(machines, "b") as (again,):
+            assert machines.begun(2) == {9}
+            machines.ended(2)
+            errors = first.end()[2] + again.end()[2]
     assert "saved by 2 ranks on cpu (1 of them are left), loaded by 2 on cpu: random numbers" in errors
 
 
