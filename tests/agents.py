@@ -53,7 +53,7 @@ def two_ranks(source: str, directory: Path, **environ: str) -> Iterator[list[Scr
         scripts = []
         for rank in ("0", "1"):
             (directory / rank).mkdir()
-            script = Script(source, directory / rank, RANK=rank, GROUP_RANK=rank, **shared)
+            script = Script(source, directory / rank, "warm", 1, "", RANK=rank, GROUP_RANK=rank, **shared)
             scripts.append(stack.enter_context(script))
         yield scripts
 

@@ -321,7 +321,7 @@ def result_of(loop_of: Callable[[Loop], None], directory: str, kill_at: int, **g
 
 def carried_out(body: Callable[[], Any], restarts: int = 1) -> list[Any]:
     with by_value(body):
-        return spawn(lambda _: body(), nprocs=2, backend="cpu", cores=1, max_restarts=restarts)
+        return spawn(lambda _: body(), nprocs=2, backend="cpu", cores=1, max_restarts=restarts, grace_s=1.0)
 
 
 @cache
