@@ -44,6 +44,20 @@ def agent(directory: Path, *arguments: str, network: str = "", is_apart: bool = 
     return Script(source, directory, way, 1, network, **environ)
 
 
+@contextlib.contextmanager
+def two_ranks(source: str, directory: Path, **environ: str) -> Iterator[list[Script]]:
+    """A script as both ranks of another launcher, each of which takes its own for another machine."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), **environ}
+    with contextlib.ExitStack() as stack:
+        scripts = []
+        for rank in ("0", "1"):
+            (directory / rank).mkdir()
+            script = Script(source, directory / rank, "warm", 1, "", RANK=rank, GROUP_RANK=rank, **shared)
+            scripts.append(stack.enter_context(script))
+        yield scripts
+
+
 def free_port() -> int:
     """Below those that the system gives to others, who could get it before it is used."""
     while True:

@@ -67,7 +67,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 WAYS = pytest.mark.parametrize(("way", "place"), [(save_numbered, "."), (save_best, "best")], ids=["numbered", "best"])
 SLOW = pytest.mark.slow
-EVERY = pytest.mark.parametrize("every", [12, pytest.param(1, marks=SLOW)])
+EVERY = pytest.mark.parametrize("every", [12, pytest.param(2, marks=SLOW)])
 Way = Callable[[Path, int], None]
 
 
@@ -107,7 +107,7 @@ def test_a_kill_at_an_operation_leaves_the_old_or_the_new_one(tmp_path: Path, wa
 def test_a_kill_in_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     found = []
-    for root in each_killed(tmp_path / "root", save_numbered, 1, every=2):
+    for root in each_killed(tmp_path / "root", save_numbered, 1, every=4):
         taken = load(root, must_exist=False, counted=Counted())
         found.append(0 if taken is None else loaded(root))
         if taken is None:

@@ -39,9 +39,7 @@ def first(results: list) -> tuple:
     [
         (SOLO, "ddp", 1),
         (THREADS_2, "ddp", 3),
-        pytest.param(PROCESSES_4, "ddp", 3, marks=pytest.mark.slow),
         pytest.param(PROCESSES_2, "zero1", 3, marks=pytest.mark.slow),
-        pytest.param(PROCESSES_2, "fsdp", 3, marks=pytest.mark.slow),
         pytest.param(PROCESSES_4, HSDP, 1, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -62,9 +60,7 @@ def test_on_as_many_ranks_the_bits_agree(tmp_path: Path, mode: Mode, strategy: s
         (SOLO, "ddp", THREADS_4, "ddp", 3),
         (THREADS_4, "ddp", SOLO, "ddp", 1),
         (PROCESSES_2, "fsdp", THREADS_2, "ddp", 3),
-        pytest.param(THREADS_4, "ddp", Mode("threads", 8), "ddp", 1, marks=pytest.mark.slow),
-        pytest.param(PROCESSES_4, "ddp", PROCESSES_2, "zero1", 3, marks=pytest.mark.slow),
-        pytest.param(PROCESSES_2, "zero1", PROCESSES_2, "fsdp", 3, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_2, "ddp", PROCESSES_2, "zero1", 3, marks=pytest.mark.slow),
         pytest.param(PROCESSES_4, HSDP, PROCESSES_2, "fsdp", 1, marks=pytest.mark.slow),
         pytest.param(PROCESSES_2, "zero1", PROCESSES_4, HSDP, 1, marks=pytest.mark.slow),
     ],
@@ -83,11 +79,7 @@ def test_on_another_number_of_ranks_samples_count_once_and_losses_agree(
 
 @pytest.mark.parametrize(
     ("mode", "strategy"),
-    [
-        (PROCESSES_2, "zero1"),
-        pytest.param(PROCESSES_2, "fsdp", marks=pytest.mark.slow),
-        pytest.param(PROCESSES_4, HSDP, marks=pytest.mark.slow),
-    ],
+    [(PROCESSES_2, "zero1"), pytest.param(PROCESSES_4, HSDP, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_parts_that_all_ranks_write_are_the_same_checkpoint(tmp_path: Path, mode: Mode, strategy: str | FSDP) -> None:
@@ -119,8 +111,8 @@ def killed_at(batches: int, rank: int) -> Callable[[Accelerator, int], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_worker_that_is_killed_costs_no_bit_when_the_group_is_restarted(tmp_path: Path, ranks: int) -> None:
+def test_a_worker_that_is_killed_costs_no_bit_when_the_group_is_restarted(tmp_path: Path) -> None:
+    ranks = 2
     common = {"dropout": 0.5, "workers": 1}
     weights, ledger = first(Mode("processes", ranks).run(Run(tmp_path / "whole", **common)))
     run = Run(tmp_path / "parts", **common, after=killed_at(drawn_batch(), random.randrange(ranks)))
@@ -135,7 +127,7 @@ def test_a_worker_that_is_killed_costs_no_bit_when_the_group_is_restarted(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["preempt", "kill"])
 def test_a_run_that_is_hit_at_any_moment_trains_on_each_sample_once(kind: str) -> None:
-    assert sum(hits_of(kind, seed).total() for seed in range(3)) > 2
+    assert hits_of(kind, 0).total() > 0
 
 
 @pytest.mark.parametrize("mode", fitting(SOLO, PROCESSES_2), ids=str)

@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import warm_scripts
 
 from unisono.cli.checks import check_endpoint, check_environment, check_workers
 from unisono.cli.doctor import Finding, examine
@@ -20,8 +22,11 @@ DOCTOR = [sys.executable, "-m", "unisono", "doctor"]
 
 def ask(*arguments: str, before: list[str] | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the doctor, under the commands `before`."""
-    command = [*(before or []), *DOCTOR, *arguments]
-    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=100)
+    environ = {**os.environ, **environ}
+    if before is None:
+        found = warm_scripts.launch(Path(os.environ["TMPDIR"]), "doctor", *arguments, environ=environ)
+        return subprocess.CompletedProcess(arguments, *found)
+    return subprocess.run([*before, *DOCTOR, *arguments], env=environ, capture_output=True, text=True, timeout=100)
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str, str, str]]:

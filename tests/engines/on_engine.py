@@ -17,6 +17,7 @@ import torch
 import unisono
 import unisono.engines
 from unisono import Accelerator, should_stop
+from unisono.comm import sealing
 
 SAMPLES, EPOCHS = 24, 2
 
@@ -37,11 +38,9 @@ def program(index: int, how: str) -> Place:
     total = unisono.all_reduce(torch.tensor(index + 1.0), "sum").item()
     sys.stdout.buffer.write(f"rank {index} is here ".encode() + b"\xff\n")  # no UTF-8
     sys.stdout.flush()
-    is_first, is_last = index == 0, index == world.world_size - 1
+    is_last = index == world.world_size - 1
     if how == "raise" and is_last:
         raise Mine("not today")
-    if how == "kill" and is_last:
-        os.kill(os.getpid(), signal.SIGKILL)
     if how == "restart" and is_last and world.restart_count == 0:
         raise Mine("not at first")
     if how in ("lose", "end") and is_last:
@@ -49,9 +48,6 @@ def program(index: int, how: str) -> Place:
         agent.send_signal(signal.SIGKILL if how == "lose" else signal.SIGTERM)
         signal.pause()
     steps = 0
-    if how == "stop":
-        while not should_stop(is_first and steps == 3):
-            steps += 1
     if how.startswith("wait"):
         should_stop()
         Path(f"waits-{index}").touch()
@@ -60,7 +56,7 @@ def program(index: int, how: str) -> Place:
         steps = 0
     if how.startswith("train"):
         steps = train(how)
-    return Place(index, world.world_size, world.node_rank, world.restart_count, total, steps)
+    return Place(index, world.world_size, world.node_rank, world.restart_count, total, steps, len(sealing._secret))
 
 
 def train(how: str) -> int:
@@ -76,7 +72,7 @@ def train(how: str) -> int:
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
-            if how == "train and die" and epoch == 1 and steps == 5:
+            if how == "train and die" and epoch == 1 and steps == 5 and unisono.rank() == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             accelerator.save_state()
             with open(f"ledger-{unisono.rank()}", "a") as ledger:

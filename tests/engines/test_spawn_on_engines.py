@@ -31,7 +31,6 @@ from faults import Script, survivors, until
 from on_engine import EPOCHS, SAMPLES
 
 from unisono import Output, spawn
-from unisono.comm import sealing
 from unisono.comm.outcome import Outcome
 from unisono.engines import Hosts, Local, Ray, Slurm
 from unisono.engines import ray as ray_engine
@@ -155,31 +154,27 @@ def ground(request: pytest.FixtureRequest) -> Ground:
     return found
 
 
-def test_results_come_by_rank_in_the_script_s_own_classes(ground: Ground, tmp_path: Path) -> None:
-    found = ground.run(tmp_path, "return")
-    assert [[each[0], each[1], each[4]] for each in found["results"]] == [[rank, 4, 10.0] for rank in range(4)]
-    assert [each[2] for each in found["results"]] == [0, 0, 1, 1]
-    if "Ray" not in ground.engine:  # which shows each line of its own accord, and some of them later
-        assert all(f"rank {rank} is here \ufffd\n" in found["output"] for rank in range(4))
-    for directory in tmp_path.glob("jobs/*"):  # where SLURM's job has the secret of the run
-        assert directory.stat().st_mode & 0o077 == 0
-
-
 def plant(directory: Path) -> None:
     """Put modules there that another user has written."""
     for name in ("json", "multiprocessing", "pickle", "sitecustomize", "torch", "unisono"):
         (directory / f"{name}.py").write_text("raise SystemExit('the code of another user has run')")
 
 
-def test_no_agent_imports_from_the_directory_in_which_it_is_started(ground: Ground, tmp_path: Path) -> None:
-    plant(tmp_path)
-    if ground.home is not None:
-        plant(ground.home)
+def test_results_come_by_rank_and_no_agent_imports_from_where_it_starts(ground: Ground, tmp_path: Path) -> None:
+    for directory in filter(None, (tmp_path, ground.home)):
+        plant(directory)
     try:
-        assert len(ground.run(tmp_path, "return")["results"]) == 4
+        found = ground.run(tmp_path, "return")
     finally:
         for each in ground.home.iterdir() if ground.home is not None else ():
             each.unlink()
+    assert [[each[0], each[1], each[4]] for each in found["results"]] == [[rank, 4, 10.0] for rank in range(4)]
+    assert [each[2] for each in found["results"]] == [0, 0, 1, 1]
+    assert {each[6] for each in found["results"]} == {64}, "each has a secret"
+    if "Ray" not in ground.engine:  # which shows each line of its own accord, and some of them later
+        assert all(f"rank {rank} is here \ufffd\n" in found["output"] for rank in range(4))
+    for directory in tmp_path.glob("jobs/*"):  # where SLURM's job has the secret of the run
+        assert directory.stat().st_mode & 0o077 == 0
 
 
 def test_an_actor_of_ray_imports_nothing_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,12 +185,6 @@ def test_an_actor_of_ray_imports_nothing_from_its_directory(tmp_path: Path, monk
     actor.kill()
 
 
-def test_the_machines_of_each_call_get_a_secret_of_their_own() -> None:
-    found = [{*spawn(lambda index: sealing._secret, nprocs=2, engine=Local(2), backend="cpu")} for _ in range(2)]
-    assert [len(each) for each in found] == [1, 1]
-    assert [len(each) for each in found[0] | found[1]] == [64, 64]
-
-
 def test_an_exception_comes_in_its_own_type_with_its_place(ground: Ground, tmp_path: Path) -> None:
     found = ground.run(tmp_path, "raise")
     assert (found["type"], found["text"], found["is_own"]) == ("Mine", "not today", True)
@@ -203,21 +192,9 @@ def test_an_exception_comes_in_its_own_type_with_its_place(ground: Ground, tmp_p
     assert any("rank 3 of 4" in note for note in found["notes"])
 
 
-def test_the_rank_that_was_killed_is_named(local: Ground, tmp_path: Path) -> None:
-    found = local.run(tmp_path, "kill")
-    assert found["type"] == "WorkerDiedError"
-    assert found["text"].startswith("rank 3 (pid ")
-
-
 def test_a_failed_group_is_restarted_on_all_machines(local: Ground, tmp_path: Path) -> None:
     found = local.run(tmp_path, "restart")
     assert [each[3] for each in found["results"]] == [1] * 4
-
-
-def test_an_agreed_stop_brings_results(local: Ground, tmp_path: Path) -> None:
-    found = local.run(tmp_path, "stop")
-    assert found["type"] == "StoppedError"
-    assert [each[5] for each in found["results"]] == [3] * 4
 
 
 def test_a_lost_machine_is_an_error_that_says_so(ground: Ground, tmp_path: Path) -> None:
@@ -327,6 +304,19 @@ class Begun(Exception):  # noqa: N818 - of an engine that starts nothing
         raise Begun(*bundle)
 
 
+def bundle_of_spawn() -> bytes:
+    """What the machines of a call are sent."""
+    with pytest.raises(Begun) as begun:
+        spawn(print, engine=Begun(), nprocs=2, backend="cpu", grace_s=0.0)
+    bundle: bytes = begun.value.args[0]
+    return bundle
+
+
+def test_the_machines_of_each_call_get_a_secret_of_their_own() -> None:
+    secrets = {pickle.loads(bundle_of_spawn()).secret for _ in range(2)}
+    assert [len(each) for each in secrets] == [64, 64]
+
+
 def forward(source: socket.socket, target: socket.socket, stalls: threading.Event, has_asked: threading.Event) -> None:
     """Body of a thread: what comes from one to the other, until it stalls; says whether more has come since."""
     with contextlib.suppress(OSError):
@@ -344,9 +334,7 @@ def store() -> Any:
 
 
 def test_an_agent_waiting_in_native_code_ends_soon_after_its_caller(store: Any) -> None:
-    with pytest.raises(Begun) as begun:
-        spawn(print, engine=Begun(), nprocs=2, backend="cpu", grace_s=0.0)
-    bundle = begun.value.args[0]
+    bundle = bundle_of_spawn()
     ended: SimpleQueue[bytes] = SimpleQueue()
     machine = PipedMachine(local_command(), "machine 1", ended.put)
     stalls, has_asked = threading.Event(), threading.Event()
@@ -387,8 +375,9 @@ def test_a_terminal_that_closes_ends_the_workers_with_a_line(local: Ground, tmp_
     assert survivors(others) == []
 
 
-def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Ground, tmp_path: Path) -> None:
-    assert ground.run(tmp_path, "train and die")["type"] == "WorkerDiedError"
+def test_a_killed_rank_is_named_and_other_ranks_count_each_sample_once(ground: Ground, tmp_path: Path) -> None:
+    found = ground.run(tmp_path, "train and die")
+    assert (found["type"], found["text"].partition("(")[0]) == ("WorkerDiedError", "rank 3 ")
     found = ground.run(tmp_path, "train", 2)
     assert len(found["results"]) == 2, found
     ledger = [line for path in tmp_path.glob("ledger-*") for line in path.read_text().splitlines()]

@@ -60,15 +60,9 @@ def signal_everything(script):
             process.terminate()
 
 
+BY_SIGTERM = "unisono: asked by SIGTERM, the workers stop at their next should_stop()\n"
 ASKED = {
-    "SIGTERM to the caller": (
-        lambda script: script.kill(signal.SIGTERM),
-        "unisono: asked by SIGTERM, the workers stop at their next should_stop()\n",
-    ),
-    "SIGTERM that another thread takes": (
-        lambda script: script.kill(signal.SIGTERM),
-        "unisono: asked by SIGTERM, the workers stop at their next should_stop()\n",
-    ),
+    "SIGTERM that another thread takes": (lambda script: script.kill(signal.SIGTERM), BY_SIGTERM),
     "SIGTERM to every process": (signal_everything, ""),
     "the first Ctrl-C, to the group": (
         lambda script: script.kill_group(signal.SIGINT),
@@ -140,8 +134,11 @@ def train(index, line):
     return steps
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-@pytest.mark.parametrize("leave", [lambda: None, sys.exit, lambda: sys.exit(143)], ids=["return", "exit 0", "exit 143"])
+@pytest.mark.parametrize(
+    ("nprocs", "leave"),
+    [(1, sys.exit), (2, lambda: None), (2, lambda: sys.exit(143))],
+    ids=["alone, exit 0", "return", "exit 143"],
+)
 def test_an_agreed_stop_reports_its_step_however_fn_leaves(caplog, nprocs, leave):
     def work(index):
         parameter = torch.nn.Parameter(torch.ones(1))
@@ -268,10 +265,9 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 """
 
 
-@pytest.mark.parametrize("handles", [False, True], ids=["plain", "handling"])
-@pytest.mark.parametrize("is_handled_late", [False, True], ids=["", "once the workers have ended"])
-def test_a_stop_after_the_last_question_is_not_lost(tmp_path, line, ear, gate, let_pass, handles, is_handled_late):
-    begin = "should_stop()\n" * handles + IN_ANOTHER_THREAD * is_handled_late
+@pytest.mark.parametrize("is_handled_late", [False, True], ids=["handling", "once the workers have ended"])
+def test_a_stop_after_the_last_question_is_not_lost(tmp_path, line, ear, gate, let_pass, is_handled_late):
+    begin = IN_ANOTHER_THREAD if is_handled_late else "should_stop()\n"
     with Script(LATE.format(begin=begin), tmp_path) as script:
         ear.hear_all(2)
         script.kill(signal.SIGTERM)
@@ -280,7 +276,7 @@ def test_a_stop_after_the_last_question_is_not_lost(tmp_path, line, ear, gate, l
         let_pass(2)
         code, output, errors = script.end()
         assert (code, output) == (0, "143 ['done', 'done']\n")
-        assert errors == ASKED["SIGTERM to the caller"][1] + "stopped early as asked; run again to resume\n"
+        assert errors == BY_SIGTERM + "stopped early as asked; run again to resume\n"
 
 
 def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):

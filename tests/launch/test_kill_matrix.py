@@ -22,7 +22,7 @@ SLOW = pytest.mark.slow
 GRACE_S = 0.3
 PATIENCE_S = 120.0  # for a hundred groups, on a slow machine
 GROWTH_BYTES = 1 << 20  # that 80 groups may add to a process: the allocator rounds
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV, signal.SIGKILL]
 BORNE = {
     ("zygote", signal.SIGINT): "a Ctrl-C is the caller's to handle",
     ("zygote", signal.SIGTERM): "who ends a service, or a job, signals all; the caller decides",
@@ -67,8 +67,9 @@ def name_of(hit: tuple[signal.Signals, bool]) -> str:
     return f"{hit[0].name}{' to the group' if hit[1] else ''}"
 
 
-FAST = [(signal.SIGINT, True), (signal.SIGKILL, False)]
-HITS = [*FAST, *(pytest.param((signum, False), marks=SLOW) for signum in SIGNALS if signum != signal.SIGKILL)]
+# SIGTERM is in test_agreed_stops.py, SIGHUP in test_no_orphans.py.
+SLOWER = [pytest.param((signum, False), marks=SLOW) for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGSEGV)]
+HITS = [(signal.SIGINT, True), (signal.SIGKILL, False), *SLOWER]
 
 
 @pytest.mark.parametrize("hit", HITS, ids=name_of)
@@ -78,7 +79,7 @@ def test_nothing_survives_a_caller_hit_by(hit: tuple[signal.Signals, bool], tmp_
         Cast.heard(ear)
         assert len(script.living()) == NUM_PROCESSES
         (script.kill_group if to_group else script.kill)(signum)
-        is_asked = signum in (signal.SIGINT, signal.SIGTERM)  # the workers are: rank 0 cannot answer
+        is_asked = signum == signal.SIGINT  # the workers are: rank 0 cannot answer
         assert script.survivors(PROMISE_S + GRACE_S * is_asked) == []
         code, _, errors = script.end()
         assert code in (-signum, 128 + signum)

@@ -275,15 +275,14 @@ def call(how):
 
 
 if __name__ == "__main__":
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("CONTEXT")) as pool:
-        for how in ("zygote", "spawn"):
+    for context, how in (("spawn", "zygote"), ("forkserver", "spawn")):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(context)) as pool:
             print([point.x for point in pool.submit(call, how).result()])
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_a_process_of_multiprocessing_is_a_caller_like_the_script(tmp_path, context):
-    with Script(IN_A_POOL.replace("CONTEXT", context), tmp_path, "file") as script:
+def test_a_process_of_multiprocessing_is_a_caller_like_the_script(tmp_path):
+    with Script(IN_A_POOL, tmp_path, "file") as script:
         code, output, errors = script.end()
         assert (code, output) == (0, "[10, 11]\n[10, 11]\n"), errors

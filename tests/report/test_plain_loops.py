@@ -98,13 +98,10 @@ def test_a_script_for_torchrun_has_the_phases_of_a_loop_of_this_package(tmp_path
     assert main(["report", str(tmp_path / "logs")]) == main(["top", "--once", str(tmp_path / "logs")]) == 0
     assert "forward" in capsys.readouterr().out
     assert f"  {STEPS}  " in "\n".join(describe(found))
-
-
-def test_the_record_changes_no_result(tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    recorded = told(launch(tmp_path, "--log-dir", "logs", "train.py", "gloo"), "weights")
-    assert recorded == told(launch(tmp_path / "plain", "train.py", "gloo"), "weights")
-    assert set(recorded) == {0, 1}
+    if group == "gloo":
+        plain = told(launch(tmp_path, "train.py", group), "weights")
+        assert plain.keys() == {0, 1}
+        assert told(output, "weights") == plain, "the record changes no result"
 
 
 class Passed(NamedTuple):

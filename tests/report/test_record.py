@@ -483,7 +483,7 @@ def test_the_record_has_the_outermost_training_loops_place_in_the_epoch(tmp_path
 
 @pytest.mark.parametrize(
     ("variables", "is_coloured"),
-    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+    [({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
 )
 def test_top_has_colours_on_a_terminal_unless_they_are_not_wanted(
     run: Run, variables: dict[str, str], is_coloured: bool

@@ -83,10 +83,6 @@ logging.basicConfig(format="says %(message)s")
 logging.error("hello")
 print("has", sys.argv[1:], unisono.all_reduce(torch.ones(1)).item(), os.environ["GLOO_SOCKET_IFNAME"], __name__)
 unisono.barrier()  # a rank that fails ends the others: they have said it by then
-if world.rank == 1 and how == ["raise"]:
-    raise LookupError("not here")
-if world.rank == 1 and how == ["exit 7"]:
-    sys.exit(7)
 if world.rank == 1 and how == ["exit 0"]:
     os._exit(0)
 if world.rank == 1 and how == ["kill"] and world.restart_count < int(sys.argv[2]):
@@ -143,8 +139,6 @@ def test_a_script_runs_as_each_rank_and_leaves_nothing_behind(run_member, tempor
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        ("raise", 1, "LookupError: not here"),
-        ("exit 7", 7, "unisono: rank 1 ended by sys.exit(7)"),
         ("exit 0", 1, "exited with code 0 before fn returned"),
         ("kill", 137, "was killed by SIGKILL"),
     ],
@@ -154,10 +148,7 @@ def test_the_first_cause_is_told_and_its_code_is_the_run_s(run_member, how, code
     assert found == code
     assert errors.count(words) == 1
     assert errors.count("rank 1 of 2, cpu:0, pid ") + errors.count("rank 1 of 2, cpu:1, pid ") == 1
-    assert errors.count("Traceback") == (how == "raise")
-    if how == "raise":
-        assert 'member.py", line 10, in <module>' in errors
-        assert "runpy" not in errors
+    assert "Traceback" not in errors
 
 
 # Agents in processes of their own.
@@ -226,15 +217,14 @@ def handling(tmp_path: Path) -> Callable[..., Script]:
     return start
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_workers_that_handle_a_stop_save_before_the_agent_ends(handling, line, ear, signum):
+def test_workers_that_handle_a_stop_save_before_the_agent_ends(handling, line, ear):
     with handling("continue") as script:
         assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
-        script.kill(signum)
+        script.kill(signal.SIGINT)
         assert ear.hear_all(4) == [["ends", "0"], ["ends", "1"], ["saves", "0"], ["saves", "1"]]
         code, _, errors = script.end()
         assert code == 143
-        assert f"asked by {signum.name}, the workers stop at their next should_stop()" in errors
+        assert "asked by SIGINT, the workers stop at their next should_stop()" in errors
         assert script.survivors() == []
 
 
@@ -373,7 +363,7 @@ if how == "stand" and rank == 1:
     stand_still()
 if how == "alone" and rank == 1:
     for _ in unisono.DeviceLoader(torch.utils.data.DataLoader(range(40), batch_size=1), already_sharded=True):
-        import time; time.sleep(0.2)  # longer than the limit in all: the subject of the test is time
+        import time; time.sleep(0.12)  # longer than the limit in all: the subject of the test is time
 if how in ("early", "busy"):
     if rank == 1:
         Path(sys.argv[3]).read_text()  # of a pipe: waits until rank 0 ends, or stands
@@ -424,7 +414,7 @@ def test_a_hang_names_the_stuck_rank_ends_both_machines_and_keeps_files(watched,
 
 
 def test_a_rank_that_makes_progress_alone_on_another_machine_is_no_hang(watched):
-    assert [code for code, _, _ in watched("alone", "--hang-timeout", "4")] == [0, 0]
+    assert [code for code, _, _ in watched("alone", "--hang-timeout", "3")] == [0, 0]
 
 
 @pytest.mark.parametrize(("how", "end", "words"), [("raise", 1, "LookupError: not here"), ("exit", 7, "sys.exit(7)")])
@@ -433,7 +423,8 @@ def test_the_other_machine_gets_the_first_cause_verbatim_with_its_code(watched, 
         assert code == end, errors
         assert words in errors
         assert "BrokenWorldError" not in errors
-        assert errors.count("Traceback") == (how == "raise")
+        assert errors.count("Traceback") == errors.count('watched.py", line 8, in <module>') == (how == "raise")
+        assert "runpy" not in errors
 
 
 @pytest.mark.parametrize("how", ["busy", "early"])

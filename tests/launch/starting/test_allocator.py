@@ -33,7 +33,11 @@ def test_a_step_in_a_worker_reuses_the_memory_of_the_last():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072")]
+    ("name", "value"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        pytest.param("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072", marks=pytest.mark.slow),
+    ],
 )
 def test_who_tunes_the_allocator_is_left_alone(name: str, value: str) -> None:
     """In an interpreter of its own: the C library reads them when a program begins."""

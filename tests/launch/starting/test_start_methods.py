@@ -77,17 +77,14 @@ def work(index, context):
 if __name__ == "__main__":
     print(spawn(work, args=(sys.argv[2],), nprocs=2, backend="cpu", **eval(sys.argv[1])))
 """
-ZYGOTE = "dict(start_method='zygote')"
 
 
 @pytest.mark.parametrize(
     ("how", "context"),
     [
-        (ZYGOTE, ""),
-        ("dict(start_method='spawn')", ""),
+        ("dict(start_method='zygote')", "forkserver"),
+        ("dict(start_method='spawn')", "spawn"),
         ("dict(engine=Local(1))", ""),
-        pytest.param(ZYGOTE, "spawn", marks=pytest.mark.slow),
-        pytest.param(ZYGOTE, "forkserver", marks=pytest.mark.slow),
     ],
 )
 def test_no_process_imports_from_the_directory_in_which_it_is_started(tmp_path: Path, how: str, context: str) -> None:
@@ -175,73 +172,3 @@ def test_a_killed_caller_takes_its_workers_along_without_them_too(tmp_path, bare
         ear.hear_all(2)
         script.kill(signal.SIGKILL)
         assert script.survivors() == [] == script.leftovers()
-
-
-AMONG_GREENLETS = """
-import subprocess, sys
-
-import unisono
-
-
-def work(index):
-    return index
-
-
-def patch(library):
-    if library == "gevent":
-        from gevent import monkey
-        monkey.patch_all()
-    else:
-        import eventlet
-        eventlet.monkey_patch()
-
-
-def train():
-    print("trained", sum(unisono.DeviceLoader([1, 2, 3])))
-
-
-if __name__ == "__main__":
-    how, library = sys.argv[1:]
-    if how == "inside":
-        print(unisono.spawn(work, nprocs=2, backend="cpu"))
-        train()
-        patch(library)
-        for refused in (lambda: unisono.spawn(work, nprocs=2, backend="cpu"), train):
-            try:
-                refused()
-            except unisono.errors.UnisonoError as error:
-                print(error)
-        done = subprocess.run([sys.executable, __file__, "plain", library], stdout=subprocess.PIPE, text=True)
-        print(done.stdout)
-    elif how == "plain":
-        print(unisono.spawn(work, nprocs=2, backend="cpu"))
-        train()
-    else:
-        patch(library)
-        print(unisono.spawn(work))
-        train()
-"""
-
-
-@pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_the_ways_out_of_threads_that_are_greenlets_are_ways_out(library, tmp_path):
-    pytest.importorskip(library)
-    (script := tmp_path / "train.py").write_text(AMONG_GREENLETS)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-    def run(*command: str) -> tuple[int, str, str]:
-        done = subprocess.run(
-            [sys.executable, *command, library], env=environ, capture_output=True, text=True, timeout=PATIENCE_S
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    code, output, errors = run(str(script), "inside")
-    assert code == 0, errors
-    spawned, trained, *refusals, spawned_inside, trained_inside, _ = output.splitlines()
-    assert (spawned, trained) == (spawned_inside, trained_inside) == ("[0, 1]", "trained 6")
-    assert len(refusals) == 2
-    assert all("thread has replaced threading.get_ident" in each for each in refusals)
-    launcher = ("-m", "unisono", "run", "-n", "2", "--backend", "cpu")
-    code, output, errors = run(*launcher, str(script), "under a launcher")
-    assert (code, "[0, 1]" in output, "trained" in output) == (1, True, False), errors
-    assert "a loop over a loader needs Python's own threads" in errors

@@ -116,18 +116,12 @@ def faulty(tmp_path, monkeypatch, new_zygote):
 
 
 @pytest.mark.slow
-def test_a_zygote_that_ends_at_its_start_is_an_error(faulty):
-    gate, _ = faulty
+def test_a_start_or_a_fork_that_fails_is_an_error_and_costs_no_descriptor(faulty):
+    gate, count = faulty
     gate.touch()
     with pytest.raises(UnisonoError, match="ended before it forked one"):
         spawn(lambda index: index, nprocs=2)
     gate.unlink()
-    assert spawn(lambda index: index, nprocs=2) == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_fork_that_fails_stops_the_group_and_costs_no_descriptor(faulty):
-    _, count = faulty
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
     zygote = psutil.Process(zygote_pid())
     fds = zygote.num_fds()
