@@ -181,8 +181,8 @@ class Plain:
     def no_sync(self, network: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, kind: float = 2.0) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, kind)
 
 
 Lines = Callable[[Any, DataLoader[Any]], State]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -223,25 +224,58 @@ def test_so_it_is_for_other_numbers_of_virtual_ranks(count: int, ranks: tuple[in
     assert len({on(each, partial(train, count=count)) for each in ranks}) == 1
 
 
+ONE, ONES = partial(nn.Linear, 1, 1), partial(torch.ones, 8, 1)
+
+
+class Loop:
+    """What a loop has: a model and its rows, which are made behind the seed, an optimizer, and a loader."""
+
+    def __init__(self, make: Any = ONE, rows: Any = ONES, size: int = 2, **options: Any) -> None:
+        shuffle, decay = options.pop("shuffle", False), options.pop("decay", 0.0)
+        self.accelerator = Accelerator(**{"virtual_ranks": V, **options})
+        model, tensors = make(), rows()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=decay)
+        data = TensorDataset(*(tensors if isinstance(tensors, tuple) else (tensors,)))
+        loader = DataLoader(data, size, shuffle=shuffle)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+    def step(self, loss: torch.Tensor, keeps_zeros: bool = False, **options: Any) -> None:
+        self.accelerator.backward(loss, **options)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not keeps_zeros)
+
+    def backward(self, *batches: torch.Tensor) -> None:
+        self.accelerator.backward(sum(self.model(each).mean() for each in batches))
+
+    def each(self, act: Callable[[torch.Tensor], Any]) -> None:
+        for (inputs,) in self.loader:
+            act(inputs)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self) -> list[Any]:
+        return values(self.accelerator.unwrap_model(self.model).state_dict().values())
+
+
 def values(tensors: Iterable[Any]) -> list[Any]:
     return [getattr(each, "full_tensor", each.detach)().tolist() for each in tensors]
 
 
+def wholly(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
 def weights(count: int | None) -> list[Any]:
     """Of a network in which nothing is random, and no buffer."""
-    accelerator = Accelerator(seed=0, virtual_ranks=count, max_grad_norm=0.5)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    rows = torch.randn(35, 3, dtype=torch.float64), torch.randint(5, (35,))
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(TensorDataset(*rows), batch_size=4, shuffle=True)
-    )
-    for _ in range(2):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(model(inputs), targets))
-            optimizer.step()
-    return values(model.parameters())
+    make = lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).double()  # noqa: E731
+    rows = lambda: (wholly(35, 3), torch.randint(5, (35,)))  # noqa: E731
+    loop = Loop(make, rows, 4, seed=0, virtual_ranks=count, max_grad_norm=0.5, shuffle=True)
+    for inputs, targets in chain(loop, loop):
+        loop.step(F.cross_entropy(loop.model(inputs), targets))
+    return loop.values()
 
 
 def maker_first(count: int | None, by_hand: bool = False, **options: Any) -> list[Any]:
@@ -268,34 +302,23 @@ def maker_first(count: int | None, by_hand: bool = False, **options: Any) -> lis
 
 def weighted(count: int | None, has_norm: bool = False) -> list[Any]:
     """By the numbers of tokens: none in the first round, and few in the next batch."""
-    accelerator = Accelerator(seed=3, virtual_ranks=count)
-    norm = nn.BatchNorm1d(4) if has_norm else nn.Tanh()
-    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    tokens = torch.randint(6, (56,)).where(torch.arange(56) >= 18, 0)
-    rows = TensorDataset(torch.randn(56, 3, dtype=torch.float64), tokens)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4))
-    for _ in range(2):
-        for inputs, numbers in loader:
-            optimizer.zero_grad()
-            loss = (model(inputs).square()[:, 0] * numbers).sum() / numbers.sum().clamp(min=1)
-            accelerator.backward(loss, weight=numbers.sum())
-            optimizer.step()
-    return values(accelerator.unwrap_model(model).state_dict().values())
+    norm = partial(nn.BatchNorm1d, 4) if has_norm else nn.Tanh
+    make = lambda: nn.Sequential(nn.Linear(3, 4), norm(), nn.Linear(4, 1)).double()  # noqa: E731
+    rows = lambda: (wholly(56, 3), torch.randint(6, (56,)).where(torch.arange(56) >= 18, 0))  # noqa: E731
+    loop = Loop(make, rows, 4, seed=3, virtual_ranks=count, decay=0.1)
+    for inputs, numbers in chain(loop, loop):
+        loss = (loop.model(inputs).square()[:, 0] * numbers).sum() / numbers.sum().clamp(min=1)
+        loop.step(loss, weight=numbers.sum())
+    return loop.values()
 
 
 def test_weights_of_some_ranks_batches_alone_are_refused_on_all_ranks() -> None:
     def body() -> str:
-        accelerator = Accelerator(virtual_ranks=V)
-        model = nn.Linear(1, 1)
-        rows = DataLoader(TensorDataset(torch.ones(16, 1)), 2)
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), rows)
+        loop = Loop(rows=partial(torch.ones, 16, 1))
         with pytest.raises(CollectiveMismatchError) as caught:
-            for number, (inputs,) in enumerate(loader):
-                weight = 2.0 if accelerator.is_main_process and number > 1 else None
-                accelerator.backward(model(inputs).mean(), weight=weight)
-                optimizer.step()
-                optimizer.zero_grad()
+            for number, (inputs,) in enumerate(loop):
+                weight = 2.0 if loop.accelerator.is_main_process and number > 1 else None
+                loop.step(loop.model(inputs).mean(), weight=weight)
         return str(caught.value)
 
     for text in PROCESSES_2.run(body):
@@ -305,39 +328,31 @@ def test_weights_of_some_ranks_batches_alone_are_refused_on_all_ranks() -> None:
 
 def leaves_out() -> tuple[str, int]:
     """Takes no step whose norm is not finite; returns how many there were."""
-    accelerator = Accelerator(seed=0, virtual_ranks=V)
-    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rows, left_out = torch.randn(48, 3), 0
-    rows[17] = torch.nan
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(rows), 2, shuffle=True))
-    for _ in range(2):
-        for (inputs,) in loader:
-            optimizer.zero_grad()
-            accelerator.backward(model(inputs).square().mean())
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            if norm is not None and not norm.isfinite():
-                optimizer.zero_grad()
-                left_out += 1
-                continue
-            optimizer.step()
+    make = lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))  # noqa: E731
+    rows = lambda: torch.randn(48, 3).index_fill(0, torch.tensor(17), torch.nan)  # noqa: E731
+    loop, left_out = Loop(make, rows, seed=0, shuffle=True), 0
+    for (inputs,) in chain(loop, loop):
+        loop.optimizer.zero_grad()
+        loop.accelerator.backward(loop.model(inputs).square().mean())
+        norm = loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
+        if norm is not None and not norm.isfinite():
+            loop.optimizer.zero_grad()
+            left_out += 1
+            continue
+        loop.optimizer.step()
     assert left_out == 2
-    return accelerator.digest(), left_out
+    return loop.accelerator.digest(), left_out
 
 
 EIGHT = torch.arange(24.0).view(8, 3).cos()
 
 
 def normalises() -> list[Any]:
-    accelerator = Accelerator(virtual_ranks=V)
-    model = nn.BatchNorm1d(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(EIGHT), batch_size=2))
-    for (inputs,) in loader:
-        accelerator.backward(model(inputs).square().mean())
-        optimizer.step()
-    assert int(model.module.num_batches_tracked) == 1
-    return values([model.module.running_mean])
+    loop = Loop(partial(nn.BatchNorm1d, 3), lambda: EIGHT)
+    for (inputs,) in loop:
+        loop.step(loop.model(inputs).square().mean())
+    assert int(loop.model.module.num_batches_tracked) == 1
+    return values([loop.model.module.running_mean])
 
 
 def delivered() -> list[int]:
@@ -351,60 +366,45 @@ def delivered() -> list[int]:
 def collated(drops: bool) -> list[int]:
     """By a function of the script, with a row of each sample, or with fewer."""
     rows = DataLoader(range(11), 2, collate_fn=lambda given: torch.tensor(given[drops:]))  # type: ignore[arg-type]
-    accelerator = Accelerator(virtual_ranks=2)
+    accelerator = Accelerator(virtual_ranks=V)
     return [each for batch in accelerator.prepare(rows) for each in accelerator.gather_for_metrics(batch).tolist()]
 
 
 def edited(edit: Callable[[Accelerator, nn.Module], Any], above: float = 0.9) -> str:
     """What a sharded run ends with, or its error, where the loop does something to some gradients."""
-    accelerator = Accelerator(seed=1, virtual_ranks=V, strategy="fsdp")
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rows = TensorDataset(torch.randn(37, 3))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 2, shuffle=True))
-    for (inputs,) in loader:
-        optimizer.zero_grad()
-        accelerator.backward(model(inputs).square().mean())
+    make = lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))  # noqa: E731
+    loop = Loop(make, partial(torch.randn, 37, 3), seed=1, strategy="fsdp", shuffle=True)
+    for (inputs,) in loop:
+        loop.optimizer.zero_grad()
+        loop.accelerator.backward(loop.model(inputs).square().mean())
         if float(inputs[0, 0]) > above:
-            edit(accelerator, model)
-        optimizer.step()
-    return accelerator.digest()
-
-
-def repeats() -> None:
-    """One rank repeats a batch after an error."""
-    accelerator = Accelerator(virtual_ranks=V, strategy="fsdp")
-    model = nn.Linear(3, 1)
-    rows = DataLoader(TensorDataset(torch.randn(24, 3)), 2)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), rows)
-    for number, (inputs,) in enumerate(loader):
-        loss = model(inputs).square().mean()
-        if number == 1 and accelerator.is_main_process:
-            loss = model(inputs).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+            edit(loop.accelerator, loop.model)
+        loop.optimizer.step()
+    return loop.accelerator.digest()
 
 
 def test_a_rank_repeating_a_batch_alone_with_divided_parameters_is_told_so() -> None:
+    def body() -> None:
+        loop = Loop(partial(nn.Linear, 3, 1), partial(torch.randn, 24, 3), strategy="fsdp")
+        for number, (inputs,) in enumerate(loop):
+            loss = loop.model(inputs).square().mean()
+            if number == 1 and loop.accelerator.is_main_process:  # as after an error
+                loss = loop.model(inputs).square().mean()
+            loop.step(loss)
+
     with pytest.raises(CollectiveMismatchError, match="repeat a batch, as after an error, on all ranks or on none"):
-        on(2, repeats)
+        on(2, body)
 
 
 def freezes(count: int | None, strategy: str = "ddp") -> list[Any]:
     """Goes on with gradients of zero at layers that it has frozen: momentum moves these."""
-    accelerator = Accelerator(seed=1, virtual_ranks=count, strategy=strategy)  # type: ignore[arg-type]
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rows = TensorDataset(torch.randn(48, 3, dtype=torch.float64))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 2))
-    for number, (inputs,) in enumerate(loader, 1):
-        accelerator.backward(model(inputs).square().mean())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        if accelerator.sync_gradients and number >= len(loader) / 3:
-            accelerator.unwrap_model(model)[0].requires_grad_(False)
-    return values(model.parameters())
+    make = lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()  # noqa: E731
+    loop = Loop(make, partial(wholly, 48, 3), seed=1, virtual_ranks=count, strategy=strategy)
+    for number, (inputs,) in enumerate(loop, 1):
+        loop.step(loop.model(inputs).square().mean(), keeps_zeros=True)
+        if loop.accelerator.sync_gradients and number >= len(loop.loader) / 3:
+            loop.accelerator.unwrap_model(loop.model)[0].requires_grad_(False)
+    return loop.values()
 
 
 def two_models(alternates: bool) -> str:
@@ -431,21 +431,16 @@ def two_models(alternates: bool) -> str:
 
 def test_a_state_may_be_loaded_in_the_middle_of_a_round(tmp_path: Path) -> None:
     def body(leaves: bool) -> str:
-        accelerator = Accelerator(seed=1, virtual_ranks=V)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        rows = DataLoader(TensorDataset(torch.randn(48, 3)), 3, shuffle=True)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, rows)
-        accelerator.save_state(tmp_path / "begin")
+        make = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))  # noqa: E731
+        loop = Loop(make, partial(torch.randn, 48, 3), 3, seed=1, shuffle=True)
+        loop.accelerator.save_state(tmp_path / "begin")
         for left_at in (5, -1) if leaves else (-1,):
-            for number, (inputs,) in enumerate(loader):
-                accelerator.backward(model(inputs).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
+            for number, (inputs,) in enumerate(loop.loader):
+                loop.step(loop.model(inputs).square().mean())
                 if number == left_at:
-                    accelerator.load_state(tmp_path / "begin")
+                    loop.accelerator.load_state(tmp_path / "begin")
                     break
-        return accelerator.digest()
+        return loop.accelerator.digest()
 
     assert body(leaves=True) == body(leaves=False)
 
@@ -480,13 +475,6 @@ def test_what_does_not_go_with_them_is_refused_at_once(options: dict[str, Any], 
         Accelerator(**options)
 
 
-def model_and_loader(**options: Any) -> Any:
-    accelerator = Accelerator(virtual_ranks=2, **options)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(TensorDataset(torch.ones(6, 1)), 1))
-
-
 def test_a_loader_must_have_as_many() -> None:
     accelerator = Accelerator(virtual_ranks=2)
     rows = DataLoader(TensorDataset(torch.ones(6, 1)), 1)
@@ -508,35 +496,12 @@ def test_a_stream_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["save_state", "save_model", "digest"])
 def test_what_would_be_the_state_within_a_round_is_refused(name: str, tmp_path: Path) -> None:
-    accelerator, model, optimizer, loader = model_and_loader(project_dir=tmp_path)
-    for (inputs,) in loader:
-        accelerator.backward(model(inputs).sum())
-        optimizer.step()
-        if not accelerator.sync_gradients:
-            with pytest.raises(RuntimeError, match=f"{name} was called in the middle of a round of 2 virtual ranks"):
-                getattr(accelerator, name)(*[model, tmp_path][: 2 * (name == "save_model")])
-            return
-    raise AssertionError
-
-
-class Loop:
-    """What a loop has, of two virtual ranks on one rank."""
-
-    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
-        self.accelerator = Accelerator(virtual_ranks=2, **options)
-        model = model or nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(TensorDataset(torch.ones(8, 1)), 2)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
-
-    def backward(self, *batches: torch.Tensor) -> None:
-        self.accelerator.backward(sum(self.model(each).mean() for each in batches))
-
-    def each(self, act: Callable[[torch.Tensor], Any]) -> None:
-        for (inputs,) in self.loader:
-            act(inputs)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+    loop = Loop(virtual_ranks=2, project_dir=tmp_path)
+    (inputs,) = next(batches := iter(loop.loader))
+    loop.step(loop.model(inputs).sum())
+    with pytest.raises(RuntimeError, match=f"{name} was called in the middle of a round of 2 virtual ranks"):
+        getattr(loop.accelerator, name)(*[loop.model, tmp_path][: 2 * (name == "save_model")])
+    del batches  # which is open until here
 
 
 def clips(loop: Loop) -> None:
@@ -661,9 +626,11 @@ REFUSED: dict[Callable[[Loop], None], str] = {
 
 @pytest.mark.parametrize("loop", REFUSED, ids=lambda each: each.__name__)
 def test_a_loop_whose_bits_would_depend_on_the_ranks_is_refused(loop: Callable[[Loop], None]) -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)) if loop in (goes_past, evaluates) else None
+    make = partial(nn.Linear, 1, 1)
+    if loop in (goes_past, evaluates):
+        make = lambda: nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))  # type: ignore[assignment] # noqa: E731
     with pytest.raises((RuntimeError, ValueError), match=REFUSED[loop]):
-        loop(Loop(model))
+        loop(Loop(make, virtual_ranks=2))
 
 
 @pytest.mark.parametrize(
@@ -681,43 +648,34 @@ def test_what_needs_the_ranks_is_refused(model: nn.Module, optimizer: Any, strat
 
 def noisy_steps() -> Any:
     """Numbers that are drawn between a step and the next batch, and behind a loop that was left."""
-    accelerator = Accelerator(seed=2, virtual_ranks=V)
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = DataLoader(TensorDataset(torch.randn(40, 2)), 2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, rows)
-    drawn = [torch.rand(()).item()]
-    taken = 0
-    for (inputs,) in loader:
-        accelerator.backward(model(inputs).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        if accelerator.sync_gradients:
+    loop = Loop(partial(nn.Linear, 2, 2), partial(torch.randn, 40, 2), seed=2)
+    drawn, taken = [torch.rand(()).item()], 0
+    for (inputs,) in loop.loader:
+        loop.step(loop.model(inputs).square().mean())
+        if loop.accelerator.sync_gradients:
             with torch.no_grad():
-                model.module.weight.add_(0.01 * torch.randn(2, 2))
+                loop.model.module.weight.add_(0.01 * torch.randn(2, 2))
             taken += 1
         if taken == 3:
             break
-    return drawn, torch.rand(()).item(), accelerator.digest()
+    return drawn, torch.rand(()).item(), loop.accelerator.digest()
 
 
 @pytest.mark.parametrize(
     ("left_out", "words"), [(2, "step for 1 of the 2 batches"), (3, "has a batch twice, or not each of a round's")]
 )
 def test_a_batch_that_is_left_out_is_refused(left_out: int, words: str) -> None:
-    accelerator, model, optimizer, loader = model_and_loader()
+    loop = Loop(size=1, rows=partial(torch.ones, 6, 1), virtual_ranks=2)
     with pytest.raises(RuntimeError, match=words):
-        for number, (inputs,) in enumerate(loader):
+        for number, (inputs,) in enumerate(loop.loader):
             if number != left_out:
-                accelerator.backward(model(inputs).sum())
-                optimizer.step()
-                optimizer.zero_grad()
+                loop.step(loop.model(inputs).sum())
 
 
 def test_data_of_no_loader_is_refused() -> None:
-    accelerator, model, _, _ = model_and_loader()
+    loop = Loop()
     with pytest.raises(ValueError, match="has a loss on data of none; prepare its loader"):
-        accelerator.backward(model(torch.ones(3, 1)).sum())
+        loop.backward(torch.ones(3, 1))
 
 
 @pytest.mark.parametrize("count", [None, 3])
@@ -730,15 +688,10 @@ def test_batches_of_others_are_refused(count: int | None) -> None:
 
 
 def test_one_with_them_leaves_nothing_to_another() -> None:
-    def gradient(**options: Any) -> torch.Tensor:
-        accelerator = Accelerator(**options)
-        model = accelerator.prepare(nn.Linear(1, 1))
-        (inputs,) = next(iter(accelerator.prepare(DataLoader(TensorDataset(torch.ones(6, 1)), 1))))
-        accelerator.backward(model(inputs).sum())
-        return model.module.weight.grad
-
     Accelerator(virtual_ranks=3)
-    assert gradient() == 1
+    loop = Loop(rows=partial(torch.ones, 6, 1), size=1, virtual_ranks=None)
+    loop.accelerator.backward(loop.model(next(iter(loop.loader))[0]).sum())
+    assert loop.model.module.weight.grad == 1
 
 
 def peeking_steps(peeks: bool) -> str:
@@ -805,22 +758,17 @@ def means(state: str | None = None, leaves: bool = False) -> Any:
 
 def scales() -> Any:
     """The loss scales of fp16, of which the first ones overflow."""
-    accelerator = Accelerator(
-        seed=1, virtual_ranks=V, mixed_precision="fp16", scaler_options={"init_scale": 2.0**17, "growth_interval": 2}
-    )
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rows = TensorDataset(torch.randn(200, 6), torch.randint(5, (200,)))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4, shuffle=True))
+    scaler = {"init_scale": 2.0**17, "growth_interval": 2}
+    make = lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))  # noqa: E731
+    rows = lambda: (torch.randn(200, 6), torch.randint(5, (200,)))  # noqa: E731
+    loop = Loop(make, rows, 4, seed=1, mixed_precision="fp16", scaler_options=scaler, shuffle=True)
     found = []
-    for inputs, targets in loader:
-        accelerator.backward(F.cross_entropy(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            found.append(accelerator.scaler.state_dict())
+    for inputs, targets in loop:
+        loop.step(F.cross_entropy(loop.model(inputs), targets))
+        if loop.accelerator.sync_gradients:
+            found.append(loop.accelerator.scaler.state_dict())
     assert len({each["scale"] for each in found}) > 2
-    return found, accelerator.digest()
+    return found, loop.accelerator.digest()
 
 
 # What a checkpoint says of the bits.
@@ -954,11 +902,9 @@ def draws_behind(leaves: bool) -> list[list[float]]:
 
 
 def leave_after(count: int, then: Callable[[Loop, Any], Any]) -> Any:
-    loop = Loop()
+    loop = Loop(virtual_ranks=2)
     for number, (inputs,) in enumerate(loop.loader, 1):
-        loop.backward(inputs)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        loop.step(loop.model(inputs).mean())
         if number == count:
             break
     return then(loop, inputs)
@@ -985,7 +931,7 @@ def test_a_loop_that_is_left_in_the_middle_of_a_round_is_refused(
 
 
 def test_leaving_an_evaluation_mid_round_is_refused_but_not_a_first_look() -> None:
-    loop = Loop()
+    loop = Loop(virtual_ranks=2)
     next(iter(loop.loader))
     loop.each(loop.backward)
     with torch.no_grad():
@@ -997,7 +943,7 @@ def test_leaving_an_evaluation_mid_round_is_refused_but_not_a_first_look() -> No
 
 
 def test_an_optimizer_asked_for_part_of_a_round_is_refused_in_the_next() -> None:
-    loop = Loop(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    loop = Loop(lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), virtual_ranks=2)
     other = loop.accelerator.prepare(torch.optim.SGD(loop.model.module[1].parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match="asked to step for 1 of the 2 batches"):
         for number, (inputs,) in enumerate(loop.loader):

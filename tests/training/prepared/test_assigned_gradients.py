@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, Mode, told
+from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -75,22 +75,6 @@ def test_a_task_spread_over_ranks_steps_on_all_samples_only_if_reduced() -> None
     with pytest.raises(AssertionError, match="not close"):  # each rank's own step is not a part of that of all
         compare(THREADS_2, steps(learned_on_parts), samples=24)
     compare(THREADS_2, steps(partial(learned_on_parts, reduces=True)), samples=24)
-
-
-def test_under_fsdp_it_is_an_error_since_torch_would_use_its_own() -> None:
-    def body() -> list[str]:
-        network: Any = Accelerator(strategy="fsdp").prepare(model())
-        others = {name: 2 * each.detach() for name, each in network.named_parameters()}
-        inputs, found = torch.ones(1, 5, dtype=torch.float64), []
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad):
-                found.append(told(lambda: functional_call(network, others, (inputs,)), RuntimeError))
-            network(inputs)  # with its own, as before
-        return found
-
-    for said in (each for own in PROCESSES_2.run(body) for each in own):
-        assert "is called with another 'weight' of its " in said
-        assert "use strategy='ddp'" in said
 
 
 def assign(network: Any, batch: Any) -> None:

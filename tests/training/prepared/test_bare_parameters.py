@@ -227,17 +227,6 @@ def test_a_parameter_that_was_left_out_is_an_error_at_its_first_step(mode: Mode,
         assert "log_alpha, optimizer = accelerator.prepare(log_alpha, optimizer)" in error
 
 
-def test_so_is_a_second_model_without_any_loader() -> None:
-    def body() -> None:
-        accelerator, actor, critic = Accelerator(seed=0), model(), model()
-        optimizer = sgd(critic.parameters())
-        actor, _ = accelerator.prepare(actor, sgd(actor.parameters()))
-        critic(torch.ones(4, 5, dtype=torch.float64) * (1 + rank())).sum().backward()
-        optimizer.step()
-
-    assert all("nothing has reduced their gradients" in error for error in THREADS_2.told(body, RuntimeError))
-
-
 def test_the_ways_out_train_like_one_device() -> None:
     def lines(prepares: bool) -> Lines:
         def run(accelerator: Any, loader: DataLoader[Any]) -> State:

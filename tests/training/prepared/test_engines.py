@@ -49,20 +49,6 @@ def test_parameters_unused_on_one_rank_are_named_and_no_rank_keeps_waiting():
         PROCESSES_2.run(body)
 
 
-def test_two_backward_passes_of_one_forward_pass_may_each_take_a_part():
-    def body():
-        accelerator, network = Accelerator(), fork()
-        rank = accelerator.world.rank
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        inputs = torch.full((2, 5), 1.0 + rank).double()
-        left, right = network(inputs, "left"), network(inputs, "right")
-        (left.sum() + right.sum()).backward()
-        optimizer.step()
-        return network.state_dict()
-
-    assert_same_bits(PROCESSES_2.run(body))
-
-
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 def test_a_model_is_prepared_again_when_what_prepared_it_is_gone(mode):
     def train(network):

@@ -284,4 +284,5 @@ def test_under_fsdp_a_loss_past_all_outputs_is_refused_with_a_way_out() -> None:
     for each in in_workers(lambda: told(lambda: loop(False)(make(), loader_of(23, 3)))):
         assert "on no tensor that is seen in what it returned (a Tensor)" in each
         assert "add 0 * outputs.sum()" in each
+        assert "return tensors, also in a tuple, a dict or a dataclass" in each
     check({"named": (2, loop(True))}, "fsdp")

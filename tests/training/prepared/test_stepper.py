@@ -89,18 +89,6 @@ def test_it_does_not_matter_when_a_rank_collects_a_replaced_optimizer(
     torch.testing.assert_close(found, twin.state_dict()["weight"], rtol=1e-11, atol=1e-13)
 
 
-def test_a_rank_without_any_gradient_raises_before_it_meets_the_others() -> None:
-    def train() -> None:
-        accelerator = Accelerator()
-        model, optimizer = prepared(accelerator)
-        if accelerator.world.rank == 0:
-            model(torch.ones(3, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-
-    with pytest.raises(RuntimeError, match="has a gradient"):
-        PROCESSES_2.run(train)
-
-
 def test_a_step_notices_that_the_scheduler_was_stepped_by_hand() -> None:
     accelerator = Accelerator()
     model = nn.Linear(3, 1)

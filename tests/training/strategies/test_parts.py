@@ -409,42 +409,6 @@ def test_under_fsdp_unused_or_reordered_parameters_need_no_option() -> None:
         torch.testing.assert_close(found, whole(network), **CLOSE)
 
 
-class Hidden:
-    def __init__(self, outputs: torch.Tensor) -> None:
-        self.outputs = outputs
-
-
-class Hiding(nn.Linear):
-    """Returns an object that is no container of tensors."""
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return Hidden(super().forward(inputs))
-
-
-class Showing(nn.Linear):
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return {"outputs": super().forward(inputs)}
-
-
-def test_under_fsdp_outputs_that_an_object_hides_are_named() -> None:
-    def body(every: int, layer: nn.Module, get: Callable[[Any], torch.Tensor]) -> None:
-        accelerator = Accelerator(strategy="fsdp", gradient_accumulation_steps=every)
-        network, optimizer = accelerator.prepare(layer, sgd(layer.parameters()))
-        for _ in range(2):
-            get(network(torch.ones(2, 3))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def all_of_them() -> list[str]:
-        body(1, Showing(3, 2), lambda found: found["outputs"])
-        hidden = lambda found: found.outputs  # noqa: E731
-        return [told(lambda every=every: body(every, Hiding(3, 2), hidden), RuntimeError) for every in (1, 2)]
-
-    for said in (each for own in PROCESSES_2.run(all_of_them) for each in own):
-        assert "on no tensor that is seen in what it returned (a Hidden)" in said
-        assert "return tensors, also in a tuple, a dict or a dataclass" in said
-
-
 def averages(average: Callable[[dict[str, Any], str, Any], None], clone: Callable[[Any], Any]) -> Any:
     """A loop with an average of the parameters by hand: what it is in the end."""
 

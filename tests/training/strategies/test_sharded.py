@@ -74,7 +74,7 @@ def clipped(accelerator: Any, loader: DataLoader[Any], kind: float = 2.0) -> Sta
 @pytest.mark.parametrize(
     ("ranks", "units"),
     [(2, (Block,)), *(pytest.param(3, each, marks=pytest.mark.slow) for each in [(), (Block, nn.Linear)])],
-    ids=str,
+    ids=["blocks", "one piece", "nested"],
 )
 def test_sharded_training_is_that_of_the_whole_batch_for_each_norm(ranks: int, units: Any) -> None:
     lines = {

@@ -31,6 +31,8 @@ def test_what_changes_the_way_only_changes_no_weight() -> None:
     def learn(accelerator: Any, network: Any, batch: Any) -> None:
         outputs = network(batch[0])
         accelerator.backward(F.mse_loss(outputs, batch[1].to(outputs.dtype)))
+        with torch.no_grad():  # which leaves no parameters of before the step
+            network(batch[0])
 
     ways = [
         DDP(bucket_cap_mb=1e-4),
