@@ -25,18 +25,6 @@ def bare(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-def with_temperature(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network, heat = model(), bare(1.5)
-    optimizer = sgd([*network.parameters(), heat])  # type: ignore[list-item] # torch takes any leaf
-    network, heat, optimizer, loader = accelerator.prepare(network, heat, optimizer, loader)
-    for inputs, targets, _ in loader:
-        accelerator.backward(F.mse_loss(network(inputs) / heat, targets))
-        accelerator.clip_grad_norm_([*network.parameters(), heat], 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {**whole(network), "heat": heat.detach().clone()}
-
-
 def with_a_loss_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
     """As SAC's log_alpha."""
     network, log_alpha = model(), bare(0.3)
@@ -53,27 +41,6 @@ def with_a_loss_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
     return {**whole(network), "log_alpha": log_alpha.detach().clone()}
 
 
-def before_the_model(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network, prompt = model(), nn.Parameter(torch.full((5,), 0.1, dtype=torch.float64))
-    optimizer = sgd([*network.parameters(), prompt])
-    network, prompt, optimizer, loader = accelerator.prepare(network, prompt, optimizer, loader)
-    for inputs, targets, _ in loader:
-        optimizer.zero_grad()
-        F.mse_loss(network(inputs + prompt), targets).backward()
-        optimizer.step()
-    return {**whole(network), "prompt": prompt.detach().clone()}
-
-
-def without_a_model(accelerator: Any, loader: DataLoader[Any]) -> State:
-    offset = bare(0.1, 0.2)
-    offset, optimizer, loader = accelerator.prepare(offset, sgd([offset]), loader)  # type: ignore[list-item]
-    for _, targets, _ in loader:
-        optimizer.zero_grad()
-        (targets * offset - 1).square().mean().backward()
-        optimizer.step()
-    return {"offset": offset.detach().clone()}
-
-
 class Criterion(nn.Module):
     """A loss with parameters, as ArcFace's."""
 
@@ -86,30 +53,43 @@ class Criterion(nn.Module):
         return F.mse_loss(predictions @ self.mixed * self.heat, targets)
 
 
-def a_criterion(change: Callable[[torch.Tensor], torch.Tensor]) -> Lines:
-    """The loss passes through both models; `change` computes its inputs anew from the batch."""
+def trained(make: Callable[[], list[Any]], loss_of: Callable[..., torch.Tensor]) -> Lines:
+    """Models, and parameters of none, which one optimizer trains by a loss of the inputs, the targets and them."""
 
     def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
-        network, criterion = model(), Criterion()
-        optimizers = sgd(network.parameters()), sgd(criterion.parameters())
-        network, criterion, *optimizers, loader = accelerator.prepare(network, criterion, *optimizers, loader)
+        own = lambda each: [*each.parameters()] if isinstance(each, nn.Module) else [each]  # noqa: E731
+        made = make()
+        optimizer = sgd([parameter for each in made for parameter in own(each)])
+        *made, optimizer, loader = accelerator.prepare(*made, optimizer, loader)
         for inputs, targets, _ in loader:
-            accelerator.backward(criterion(change(network(inputs)), change(targets)))
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
-        return whole(network, criterion)
+            accelerator.backward(loss_of(inputs, targets, *made))
+            accelerator.clip_grad_norm_([parameter for each in made for parameter in own(each)], 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        networks = [each for each in made if isinstance(each, nn.Module)]
+        return {
+            **whole(*networks),
+            **{f"bare {n}": each.detach().clone() for n, each in enumerate(made[len(networks) :])},
+        }
 
     return lines
 
 
+def changes(inputs: torch.Tensor, targets: torch.Tensor, network: Any, criterion: Any) -> torch.Tensor:
+    """The inputs of the criterion are computed anew."""
+    return criterion(network(inputs).tanh() + 1, targets.tanh() + 1)  # type: ignore[no-any-return]
+
+
+PROMPT = torch.full((5,), 0.1, dtype=torch.float64)
 LINES: dict[str, Lines] = {
-    "after the model": with_temperature,
     "a loss of its own": with_a_loss_of_its_own,
-    "before the model": before_the_model,
-    "without a model": without_a_model,
-    "a criterion": a_criterion(lambda each: each),
-    "a criterion of computed inputs": a_criterion(lambda each: each.tanh() + 1),
+    "after the model": trained(lambda: [model(), bare(1.5)], lambda x, y, net, heat: F.mse_loss(net(x) / heat, y)),
+    "before it": trained(
+        lambda: [model(), nn.Parameter(PROMPT.clone())], lambda x, y, net, p: F.mse_loss(net(x + p), y)
+    ),
+    "without a model": trained(lambda: [bare(0.1, 0.2)], lambda x, y, offset: (y * offset - 1).square().mean()),
+    "a criterion": trained(lambda: [model(), Criterion()], lambda x, y, net, criterion: criterion(net(x), y)),
+    "a criterion of computed inputs": trained(lambda: [model(), Criterion()], changes),
 }
 
 

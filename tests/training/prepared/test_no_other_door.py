@@ -29,9 +29,8 @@ def test_after_backward_by_hand_only_optimizer_step_may_take_the_step() -> None:
     THREADS_2.run(body)
 
 
-@pytest.mark.parametrize("is_first", [False, True], ids=["after a backward pass", "before any"])
-def test_only_prepared_optimizers_step_on_assigned_gradients(is_first: bool) -> None:
-    def body() -> None:
+def test_only_prepared_optimizers_step_on_assigned_gradients() -> None:
+    def body(is_first: bool) -> None:
         accelerator, network = Accelerator(), model()
         network, loader = accelerator.prepare(network, loader_of(24, 3))
         optimizer, trained = sgd(network.parameters()), list(network.parameters())
@@ -45,7 +44,8 @@ def test_only_prepared_optimizers_step_on_assigned_gradients(is_first: bool) -> 
         with pytest.raises(RuntimeError, match=r"they were assigned, and are this rank's alone; prepare\(optimizer\)"):
             optimizer.step()
 
-    THREADS_2.run(body)
+    THREADS_2.run(lambda: body(False))
+    THREADS_2.run(lambda: body(True))
 
 
 def test_an_optimizer_past_what_its_steps_were_asked_to_do_is_refused() -> None:

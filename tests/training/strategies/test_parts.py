@@ -13,7 +13,7 @@ import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, Mode, told
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from twin import CLOSE, Plain, State, adam, compare, data, loader_of, model, sgd, straight, train, whole
+from twin import CLOSE, Plain, State, adam, compare, data, loader_of, model, sgd, steps, straight, train, whole
 
 from unisono import Accelerator, rank
 from unisono.strategies import DDP, FSDP, ZeRO1
@@ -236,16 +236,10 @@ def test_a_linear_hook_of_a_parameter_acts_as_on_one_device(mode: Mode, strategy
     def removed(accelerator: Any, loader: Any) -> State:
         network = model()
         handle = parameter_of(network).register_hook(halved)
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        later = parameter_of(network).register_hook(halved)
-        for place, batch in enumerate(loader):
-            if place == 2 * (1 if isinstance(accelerator, Plain) else every):
-                handle.remove()
-            straight(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        later.remove()
-        return whole(network)
+        last = 2 * (1 if isinstance(accelerator, Plain) else every) - 1
+        begin = lambda network: parameter_of(network).register_hook(halved)  # noqa: E731
+        after = lambda place, _: place == last and handle.remove()  # noqa: E731
+        return train(accelerator, loader, network=network, begin=begin, after=after)
 
     compare(
         mode,
@@ -259,13 +253,8 @@ def with_a_frozen_one(accelerator: Any, loader: Any) -> State:
     """Its hook waits for it."""
     network = hooked_before()
     parameter_of(network).requires_grad_(False)
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for place, batch in enumerate(loader):
-        parameter_of(network).requires_grad_(place > 0)
-        straight(accelerator, network, batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(network)
+    after = lambda _, network: parameter_of(network).requires_grad_(True)  # noqa: E731
+    return train(accelerator, loader, network=network, after=after)
 
 
 def with_a_penalty(accelerator: Any, loader: Any) -> State:
@@ -293,16 +282,9 @@ def reduced_before(accelerator: Any, loader: Any) -> State:
 
 
 def reduced_after(accelerator: Any, loader: Any) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    handle = parameter_of(network).register_post_accumulate_grad_hook(cut)
-    for place, batch in enumerate(loader):
-        if place == 2:
-            handle.remove()
-        straight(accelerator, network, batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(network)
+    handles: list[Any] = []
+    begin = lambda network: handles.append(parameter_of(network).register_post_accumulate_grad_hook(cut))  # noqa: E731
+    return train(accelerator, loader, begin=begin, after=lambda place, _: place == 1 and handles.pop().remove())
 
 
 def test_a_post_accumulate_hook_is_refused_where_a_pass_does_not_reduce() -> None:
@@ -318,18 +300,12 @@ def test_a_post_accumulate_hook_is_refused_where_a_pass_does_not_reduce() -> Non
         assert "'0.weight' of the Sequential has a hook by register_post_accumulate_grad_hook" in said
         assert "change the gradient before optimizer.step(), use register_hook" in said
 
-    def changed(accelerator: Any, loader: Any) -> State:  # the first way; the second one is tested above
-        network = model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for batch in loader:
-            straight(accelerator, network, batch)
-            if getattr(accelerator, "sync_gradients", True):
-                cut(parameter_of(network))
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
+    def change(accelerator: Any, network: Any, batch: Any) -> None:  # the first way; the second one is tested above
+        straight(accelerator, network, batch)
+        if getattr(accelerator, "sync_gradients", True):
+            cut(parameter_of(network))
 
-    compare(PROCESSES_2, changed, strategy="fsdp", gradient_accumulation_steps=2)
+    compare(PROCESSES_2, steps(change), strategy="fsdp", gradient_accumulation_steps=2)
 
 
 class Experts(nn.Module):
@@ -413,16 +389,15 @@ def averages(average: Callable[[dict[str, Any], str, Any], None], clone: Callabl
     """A loop with an average of the parameters by hand: what it is in the end."""
 
     def lines(accelerator: Any, loader: Any) -> State:
-        network = model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        averaged = {name: clone(each) for name, each in network.named_parameters()}
-        for batch in loader:
-            straight(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for name, each in network.named_parameters():
-                    average(averaged, name, each)
+        averaged: dict[str, Any] = {}
+
+        @torch.no_grad()
+        def after(_: int, network: Any) -> None:
+            for name, each in network.named_parameters():
+                average(averaged, name, each)
+
+        begin = lambda network: averaged.update({n: clone(each) for n, each in network.named_parameters()})  # noqa: E731
+        train(accelerator, loader, begin=begin, after=after)
         return {name: wholly(each) for name, each in averaged.items()}
 
     return lines
@@ -481,13 +456,8 @@ def changed(change: Callable[[Any], None]) -> Any:
     def lines(accelerator: Any, loader: Any) -> State:
         torch.manual_seed(1)
         network = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)).double()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        change(getattr(network, "module", network)[1:])
-        for batch in loader:
-            straight(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
+        begin = lambda network: change(getattr(network, "module", network)[1:])  # noqa: E731
+        return train(accelerator, loader, network=network, begin=begin)
 
     return lines
 
