@@ -266,6 +266,7 @@ def test_all_ranks_train_what_one_device_would_however_samples_fall(mode: Mode, 
     compare(mode, {**lines, "requested gradients": steps(assigned, normalised)}, samples, sync_batchnorm=True)
 
 
+@pytest.mark.any_family
 def test_weightless_rows_pass_on_gradients_through_the_shared_statistics(peers):
     compare(peers, {"weighed": weighed}, sync_batchnorm=True)
 

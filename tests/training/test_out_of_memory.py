@@ -15,7 +15,7 @@ from unisono import Accelerator, all_reduce, current_world, find_executable_batc
 from unisono.errors import CollectiveMismatchError
 from unisono.training.out_of_memory import is_out_of_memory
 
-ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, THREADS_3, PROCESSES_2, workers=True), ids=str)
+ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_3, PROCESSES_2, workers=True), ids=str)
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 HUGE = 1 << 50
 

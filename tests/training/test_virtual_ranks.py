@@ -504,21 +504,12 @@ def test_what_would_be_the_state_within_a_round_is_refused(name: str, tmp_path: 
     del batches  # which is open until here
 
 
-def clips(loop: Loop) -> None:
-    loop.each(lambda inputs: (loop.backward(inputs), nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)))
-
-
 def looks_ahead(loop: Loop) -> None:
     before: list[torch.Tensor] = []
     for (inputs,) in loop.loader:
         before.append(inputs)
         if len(before) == 2:
             loop.backward(before.pop(0))
-
-
-def joins(loop: Loop) -> None:
-    (first,), (second,) = [*loop.loader][:2]
-    loop.backward(first, second)
 
 
 def adds_losses(loop: Loop) -> None:
@@ -540,35 +531,6 @@ def sharpens(loop: Loop) -> None:
     loop.each(act)
 
 
-def steps_twice(loop: Loop) -> None:
-    loop.each(lambda inputs: (loop.backward(inputs), loop.optimizer.step()))
-
-
-def steps_on_some(loop: Loop) -> None:
-    for number, (inputs,) in enumerate(loop.loader):
-        loop.backward(inputs)
-        if number % 2:
-            loop.optimizer.step()
-
-
-def leaves_out_a_pass(loop: Loop) -> None:
-    for number, (inputs,) in enumerate(loop.loader):
-        if number != 1:
-            loop.backward(inputs)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-
-
-def zeroes_nothing(loop: Loop) -> None:
-    for (inputs,) in loop.loader:
-        loop.backward(inputs)
-        loop.optimizer.step()
-
-
-def closes(loop: Loop) -> None:
-    loop.each(lambda inputs: loop.optimizer.step(lambda: loop.backward(inputs)))
-
-
 def uses_more_threads(loop: Loop) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -578,59 +540,76 @@ def uses_more_threads(loop: Loop) -> None:
         torch.set_num_threads(before)
 
 
-def makes_graphs(loop: Loop) -> None:
-    loop.each(lambda inputs: loop.model(inputs).mean().backward(create_graph=True))
-
-
-def goes_past(loop: Loop) -> None:
-    loop.each(lambda inputs: loop.accelerator.backward(loop.model.module(inputs).mean()))
-
-
 def evaluates(loop: Loop) -> None:
     with torch.no_grad():
         for (inputs,) in loop.loader:
             loop.model(inputs)
 
 
+def drops_one(loop: Loop, drops_pass: bool) -> None:
+    """The first batch has no step, or the second one no pass."""
+    for number, (inputs,) in enumerate(loop.loader):
+        if not drops_pass or number != 1:
+            loop.backward(inputs)
+        if drops_pass or number % 2:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+
 def weighs_twice(loop: Loop) -> None:
-    def act(inputs: torch.Tensor) -> None:
+    for (inputs,) in loop.loader:
         for weight in (2.0, None):
             loop.accelerator.backward(loop.model(inputs).mean(), weight=weight)
 
-    loop.each(act)
 
-
-def accumulates(loop: Loop) -> None:
-    loop.accelerator.gradient_accumulation_steps = 2
-
-
-REFUSED: dict[Callable[[Loop], None], str] = {
-    clips: "clip by accelerator.clip_grad_norm_",
-    looks_ahead: "draw each batch where it is used",
-    joins: "draw each batch where it is used",
-    adds_losses: "losses of several batches",
-    sharpens: "another change of its parameters, in the same round",
-    steps_twice: "was asked to step twice for one batch",
-    steps_on_some: "was asked to step for 1 of the 2 batches",
-    leaves_out_a_pass: "on a batch that had no backward pass",
-    zeroes_nothing: "found gradients that its optimizer had stepped on, .* call its zero_grad",
-    closes: "and a closure cannot be combined",
-    uses_more_threads: r"set_num_threads\(2\) was called",
-    makes_graphs: r"create_graph=True\) through the",
-    goes_past: "came past what prepare\\(\\) has returned",
-    evaluates: "in a loop without gradients: .* call its eval",
-    weighs_twice: "two passes of one batch have weight=2 and weight=None, .* pass the same in both",
-    accumulates: "cannot be set with virtual_ranks=2",
+LOOPS: dict[str, tuple[Callable[[Loop], Any], str]] = {
+    "clips": (
+        lambda it: it.each(lambda x: (it.backward(x), nn.utils.clip_grad_norm_(it.model.parameters(), 0.1))),
+        "clip by accelerator.clip_grad_norm_",
+    ),
+    "looks ahead": (looks_ahead, "draw each batch where it is used"),
+    "joins": (lambda it: it.backward(*(each for (each,) in [*it.loader][:2])), "draw each batch where it is used"),
+    "adds losses": (adds_losses, "losses of several batches"),
+    "sharpens": (sharpens, "another change of its parameters, in the same round"),
+    "steps twice": (
+        lambda it: it.each(lambda x: (it.backward(x), it.optimizer.step())),
+        "was asked to step twice for one batch",
+    ),
+    "steps on some": (partial(drops_one, drops_pass=False), "was asked to step for 1 of the 2 batches"),
+    "leaves out a pass": (partial(drops_one, drops_pass=True), "on a batch that had no backward pass"),
+    "zeroes nothing": (
+        lambda it: [(it.backward(inputs), it.optimizer.step()) for (inputs,) in it.loader],
+        "found gradients that its optimizer had stepped on, .* call its zero_grad",
+    ),
+    "closes": (
+        lambda it: it.each(lambda x: it.optimizer.step(lambda: it.backward(x))),
+        "and a closure cannot be combined",
+    ),
+    "uses more threads": (uses_more_threads, r"set_num_threads\(2\) was called"),
+    "makes graphs": (
+        lambda it: it.each(lambda x: it.model(x).mean().backward(create_graph=True)),
+        r"create_graph=True\) through the",
+    ),
+    "goes past": (
+        lambda it: it.each(lambda x: it.accelerator.backward(it.model.module(x).mean())),
+        "came past what prepare\\(\\) has returned",
+    ),
+    "evaluates": (evaluates, "in a loop without gradients: .* call its eval"),
+    "weighs twice": (weighs_twice, "two passes of one batch have weight=2 and weight=None, .* pass the same in both"),
+    "accumulates": (
+        lambda it: setattr(it.accelerator, "gradient_accumulation_steps", 2),
+        "cannot be set with virtual_ranks=2",
+    ),
 }
 
 
-@pytest.mark.parametrize("loop", REFUSED, ids=lambda each: each.__name__)
-def test_a_loop_whose_bits_would_depend_on_the_ranks_is_refused(loop: Callable[[Loop], None]) -> None:
-    make = partial(nn.Linear, 1, 1)
-    if loop in (goes_past, evaluates):
-        make = lambda: nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))  # type: ignore[assignment] # noqa: E731
-    with pytest.raises((RuntimeError, ValueError), match=REFUSED[loop]):
-        loop(Loop(make, virtual_ranks=2))
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_whose_bits_would_depend_on_the_ranks_is_refused(name: str) -> None:
+    run, words = LOOPS[name]
+    has_norm = name in ("goes past", "evaluates")
+    make = (lambda: nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))) if has_norm else ONE
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        run(Loop(make, virtual_ranks=2))
 
 
 @pytest.mark.parametrize(
