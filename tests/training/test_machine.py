@@ -187,7 +187,7 @@ def play(seeds: range, module: Any = real) -> None:
 
 
 def test_the_machine_decides_as_the_page_says_in_random_scripts() -> None:
-    play(range(600))
+    play(range(1500))
 
 
 def test_the_machine_knows_no_tensor_and_no_rank() -> None:

@@ -111,13 +111,11 @@ def lists(rows: Any) -> DeviceLoader:
     return DeviceLoader(batches, virtual_ranks=Virtual(V, witness_every=1))
 
 
+# Precisions, strategies and models are in test_virtual_ranks.py, whose runs on three ranks have witnesses.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "of 6": {"count": 6},
     "each step": {"witness_every": 1},
-    "bf16": {"mixed_precision": "bf16"},
-    "fp16": {"mixed_precision": "fp16"},
-    "zero1": {"strategy": "zero1"},
     "fsdp": {"strategy": "fsdp"},
     "weights": {"weighs": True},
     "split_batches": {"split_batches": True, "loader": partial(DataLoader, batch_size=10)},

@@ -149,8 +149,14 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.any_family)])
-@pytest.mark.parametrize("mode", scaling(*ALONE, THREADS_3, PROCESSES_2), ids=str)
+@pytest.mark.parametrize(
+    ("mode", "accumulate"),
+    [
+        (THREADS_3, 1),
+        *(pytest.param(each, 2, marks=pytest.mark.any_family) for each in scaling(*ALONE, THREADS_3, PROCESSES_2)),
+    ],
+    ids=str,
+)
 def test_the_same_lines_take_the_steps_of_one_device(mode: Mode, accumulate: int) -> None:
     compare(mode, LINES, 43, 2, gradient_accumulation_steps=accumulate)
 

@@ -142,7 +142,7 @@ def ends_of_steps(ranks, accumulate=1):
     return [epoch * BATCHES + end for epoch in range(EPOCHS) for end in ends]
 
 
-@MODES
+@pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
 def test_a_schedule_built_from_the_plain_or_the_prepared_length_is_exact(mode: Mode) -> None:
     cases = [*((name, "batch") for name in BUILT), *((name, "step") for name in ("one cycle", "sequential"))]
 
