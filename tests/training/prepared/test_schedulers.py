@@ -97,14 +97,14 @@ MODES = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_3, PROCESSES_2), i
 
 
 def at_each_batch(scheduler, epoch, number, count):
-    if number:
+    if number > 0:
         scheduler.step()
 
 
 def rates_in(make, is_late=False, epochs=EPOCHS, call=at_each_batch, **options):
     """The rate after each step of a loop over the loader; `make` gets the optimizer, and the loader as it is then, or
-    as it is when prepared. `call(scheduler, epoch, number, count)` comes at the beginning of a loop, and after each
-    batch."""
+    as it is when prepared. `call(scheduler, epoch, number, count)` comes before a loop, with 0, after each batch,
+    and after the loop, with -1."""
     accelerator, network, loader = Accelerator(**options), model(), loader_of(SAMPLES, BATCH)
     optimizer, rates = sgd(network.parameters()), []
     scheduler = None if is_late else make(optimizer, loader)
@@ -120,6 +120,7 @@ def rates_in(make, is_late=False, epochs=EPOCHS, call=at_each_batch, **options):
             call(scheduler, epoch, number, len(loader))
             if accelerator.sync_gradients:
                 rates.append(optimizer.param_groups[0]["lr"])
+        call(scheduler, epoch, -1, len(loader))
     return rates
 
 
@@ -277,7 +278,7 @@ def test_on_one_device_it_is_asked_where_steps_accumulate():
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_a_position_that_is_given_needs_no_unit(mode: Mode) -> None:
     def call(scheduler, epoch, number, count):
-        if number:
+        if number > 0:
             scheduler.step(epoch + number / count)
 
     found = mode.run(
@@ -294,7 +295,7 @@ def test_a_position_that_is_given_needs_no_unit(mode: Mode) -> None:
 @MODES
 def test_calls_at_every_few_batches_go_as_far_as_one_devices_do(mode: Mode) -> None:
     def call(scheduler, epoch, number, count):
-        if number and number % 2 == 0:
+        if number > 0 and number % 2 == 0:
             scheduler.step()
 
     make = lambda optimizer, _: LambdaLR(optimizer, lambda step: 0.9**step)  # noqa: E731
@@ -310,7 +311,7 @@ def test_calls_between_loops_are_one_step_each_as_in_torch(mode: Mode, place: st
     warnings.filterwarnings("ignore", "Detected call of")  # torch's: the first comes before the first optimizer step
 
     def call(scheduler, epoch, number, count):
-        if number == (0 if place == "beginning" else count):
+        if number == (0 if place == "beginning" else -1):
             scheduler.step()
 
     make = lambda optimizer, *_: CosineAnnealingLR(optimizer, EPOCHS)  # noqa: E731
