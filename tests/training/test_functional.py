@@ -187,7 +187,7 @@ def train_simclr(samples: int, strategy: Any = "ddp") -> dict[str, torch.Tensor]
     return accelerator.state_dict(net)
 
 
-def test_a_prepared_model_trains_like_one_device_also_with_an_uneven_last_batch(mode):
+def test_a_prepared_model_trains_like_one_device_in_an_uneven_tail_too(mode):
     """One sample more than ranks are left for the last round, or one fewer: then one is repeated and does not count."""
     counts = [6 * mode.ranks, 7 * mode.ranks - 1, 7 * mode.ranks + 1]
     for samples, *found in zip(counts, *mode.run(lambda: [train_simclr(each) for each in counts]), strict=True):

@@ -156,7 +156,7 @@ def reset(prepare: Callable[[nn.Module], Any], seed: int) -> list[torch.Tensor]:
     return [wholly(each) for each in network.parameters()]
 
 
-def test_what_is_drawn_or_differs_by_rank_is_rank_zeros_and_parts_are_saved() -> None:
+def test_what_differs_by_rank_is_rank_zeros_and_parts_are_saved() -> None:
     def body() -> tuple[list[Any], torch.Tensor]:
         prepare = lambda network: Accelerator(strategy="fsdp").prepare(network)  # noqa: E731
         found = [reset(lambda network: prepare(network).module, seed) for seed in (3, rank())]
