@@ -458,7 +458,7 @@ def test_the_script_of_the_page_prints_the_same_on_each_number_of_ranks(tmp_path
     page = (Path(__file__).parents[2] / "docs" / "virtual_ranks.md").read_text()
     (script := tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
     printed = set()
-    for ranks in ("1", "3", "8"):
+    for ranks in ("1", "3"):
         command = [sys.executable, "-m", "unisono", "run", "--backend", "cpu", "-n", ranks, "--no-prefix", str(script)]
         printed.add(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
     assert len(printed) == 1
