@@ -1,4 +1,4 @@
-"""The facade over a whole run: seeds, states, BatchNorm with weights, what loops keep from call to call."""
+"""The facade over a whole run: seeds, states, what loops keep from call to call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, devices, fitting
+from modes import devices
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import CLOSE, Case, assert_all_are, data, model, plain_run, sgd
+from twin import Case, assert_all_are, data, model, plain_run, sgd
 
-from unisono import Accelerator, DataParallel, rank, spawn, world_size
+from unisono import Accelerator, DataParallel, spawn
 from unisono.tree import leaves
 
 
@@ -36,42 +36,6 @@ def test_a_seed_reaches_all_generators_even_of_a_lone_worker_or_replica():
     with torch.random.fork_rng():
         assert spawn(body, nprocs=1) == [plain]
     assert spawn(body, nprocs=2) == [plain, plain]
-
-
-@pytest.mark.any_family
-@pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
-def test_a_synchronised_batch_norm_is_exact_under_weights_of_the_users_own(mode):
-    if FAMILY == "xla" and mode is SOLO:
-        pytest.skip("torch_xla's own BatchNorm divides the running variance by all values, and torch's by one less")
-    inputs, targets = (each.double() for each in torch.randn(9, 6).split([4, 2], 1))
-
-    def network() -> nn.Module:
-        numbers = torch.Generator().manual_seed(3)
-        made = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)).double()
-        for each in made.parameters():
-            each.data.copy_(torch.randn(each.shape, generator=numbers, dtype=torch.float64, device=HOST))
-        return made
-
-    def body() -> dict[str, torch.Tensor]:
-        accelerator = Accelerator(sync_batchnorm=True)
-        made = network()
-        made, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
-        own = slice(None) if world_size() == 1 else [slice(0, 2), slice(2, 9)][rank()]  # very uneven
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = F.mse_loss(made(inputs[own].to(accelerator.device)), targets[own].to(accelerator.device))
-            accelerator.backward(loss, weight=len(inputs[own]))
-            optimizer.step()
-        return made.state_dict()
-
-    plain = network()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.mse_loss(plain(inputs), targets).backward()
-        optimizer.step()
-    for found in mode.run(body):
-        torch.testing.assert_close(found, plain.state_dict(), **CLOSE)
 
 
 def test_the_loss_scale_goes_through_a_checkpoint():

@@ -61,19 +61,18 @@ def run_blocks(path: Path, strategy: str = "ddp") -> list[dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("mode", "strategy"),
+    ("mode", "strategies"),
     [
-        pytest.param(THREADS_2, "ddp", marks=pytest.mark.any_family),
-        *((PROCESSES_2, each) for each in ("ddp", "zero1", "fsdp")),
+        pytest.param(THREADS_2, ["ddp"], marks=pytest.mark.any_family, id="threads"),
+        pytest.param(PROCESSES_2, ["ddp", "zero1", "fsdp"], marks=pytest.mark.slow, id="processes"),
     ],
-    ids=str,
 )
-def test_each_block_trains_what_one_device_does(mode: Mode, strategy: str, tmp_path: Path) -> None:
+def test_each_block_trains_what_one_device_does(mode: Mode, strategies: list[str], tmp_path: Path) -> None:
     (expected,) = SOLO.run(lambda: run_blocks(tmp_path))
-    found, *_ = mode.run(lambda: run_blocks(tmp_path, strategy))
-    for block, weights, wanted in zip(BLOCKS, found, expected, strict=True):
-        rounding = 2.0 ** (-8 if "bf16" in block or "Muon" in block else -23)  # Muon computes in bf16
-        torch.testing.assert_close(weights, dict(wanted), rtol=0, atol=8 * rounding)
+    for found in mode.run(lambda: [run_blocks(tmp_path, each) for each in strategies])[0]:
+        for block, weights, wanted in zip(BLOCKS, found, expected, strict=True):
+            rounding = 2.0 ** (-8 if "bf16" in block or "Muon" in block else -23)  # Muon computes in bf16
+            torch.testing.assert_close(weights, dict(wanted), rtol=0, atol=8 * rounding)
 
 
 def run_script(text: str, directory: Path, *launcher: str) -> list[dict[str, torch.Tensor]]:

@@ -181,8 +181,8 @@ class Plain:
     def no_sync(self, network: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, kind: float = 2.0) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, kind)
 
 
 Lines = Callable[[Any, DataLoader[Any]], State]
@@ -203,14 +203,23 @@ def train(
     learn: Learn = straight,
     network: nn.Module | None = None,
     make_optimizer: MakeOptimizer = sgd,
+    begin: Callable[[Any], Any] = lambda network: None,
+    after: Callable[[int, Any], Any] = lambda place, network: None,
 ) -> State:
-    """Prepare all, and step after what `learn(accelerator, network, batch)` does with each batch."""
+    """Prepare all, and step after what `learn(accelerator, network, batch)` does with each batch.
+
+    Args:
+        begin: gets the prepared model before the loop.
+        after: gets the number of each step, from 0 on, and the model.
+    """
     network = network or model()
     network, optimizer, loader = accelerator.prepare(network, make_optimizer(network.parameters()), loader)
-    for batch in loader:
+    begin(network)
+    for place, batch in enumerate(loader):
         learn(accelerator, network, batch)
         optimizer.step()
         optimizer.zero_grad()
+        after(place, network)
     return whole(network)
 
 

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, each_of, fitting, scaling
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 from twin import compare, data, mean_loss, seeded, sgd, steps, whole
 
-from unisono import Accelerator, DataParallel, current_world
+from unisono import Accelerator, current_world
 from unisono.training.batch_norm import SyncBatchNorm2d, synchronize_batch_norm
 from unisono.world import solo_world
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
-SHAPES = {nn.BatchNorm1d: (3, 5), nn.BatchNorm2d: (3, 2, 4), nn.BatchNorm3d: (3, 2, 1, 3)}
 
 
-@pytest.fixture(params=scaling(SOLO, THREADS_2, THREADS_4, PROCESSES_2), ids=str)
+@pytest.fixture(params=scaling(SOLO, THREADS_4, PROCESSES_2), ids=str)
 def mode(request: pytest.FixtureRequest) -> Mode:
     if FAMILY == "xla" and request.param.ranks == 1:
         pytest.skip("torch_xla's own BatchNorm divides the running variance by all values, and torch's by one less")
@@ -35,16 +32,6 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 
 peers = each_of(fitting(THREADS_2, PROCESSES_2))
-
-
-@dataclass
-class Trained:
-    """What two training steps leave, of one rank or of the whole batch; gradients as the optimizer step scales them."""
-
-    output: torch.Tensor
-    input_gradient: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
 
 
 def samples(shape: tuple[int, ...], number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,103 +49,6 @@ def layer(kind: type[nn.Module] = nn.BatchNorm2d, **options: Any) -> nn.Module:
         for parameter in made.parameters():
             parameter.copy_(torch.randn(3, dtype=torch.float64, generator=generator, device=HOST))
     return made
-
-
-def train(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, share: float) -> Trained:
-    """Two steps on the mean loss over the samples."""
-    for factor in (1.0, 2.0):
-        module.zero_grad()
-        own = (inputs * factor).requires_grad_()
-        output = module(own)
-        (output.square() * targets).flatten(1).sum(1).mean().backward()
-    gradients = {name: each.grad * share for name, each in module.named_parameters()}
-    return Trained(output.detach(), own.grad * share, gradients, dict(module.named_buffers()))
-
-
-def train_together(
-    mode: Mode, make: Callable[[], nn.Module], shape: tuple[int, ...], sizes: list[int]
-) -> list[Trained]:
-    """Each rank with so many of the samples, one after the other; with none, it repeats the first and has no weight."""
-    total = sum(sizes)
-
-    def body() -> Trained:
-        world = current_world()
-        start, size = sum(sizes[: world.rank]), sizes[world.rank]
-        inputs, targets = (each[start : start + size] if size else each[:1] for each in samples(shape, total))
-        module = synchronize_batch_norm(make(), world, lambda: size / total)
-        return train(module, inputs.clone(), targets, size / total)
-
-    return mode.run(body)
-
-
-def assert_as_one(
-    ranks: list[Trained], make: Callable[[], nn.Module], shape: tuple[int, ...], sizes: list[int]
-) -> None:
-    whole = train(make(), *samples(shape, sum(sizes)), 1.0)
-    counting = [rank for rank, size in zip(ranks, sizes, strict=True) if size]
-    close = torch.testing.assert_close
-    close(torch.cat([rank.output for rank in counting]), whole.output, **TIGHT)
-    close(torch.cat([rank.input_gradient for rank in counting]), whole.input_gradient, **TIGHT)
-    for name, gradient in whole.gradients.items():
-        close(sum(rank.gradients[name] for rank in ranks), gradient, **TIGHT)
-    for rank, size in zip(ranks, sizes, strict=True):
-        assert rank.buffers.keys() == whole.buffers.keys()
-        for name, buffer in whole.buffers.items():
-            close(rank.buffers[name], buffer, **TIGHT)
-            assert torch.equal(rank.buffers[name], ranks[0].buffers[name])
-        if not size:
-            close(rank.output, whole.output[:1], **TIGHT)
-            assert not rank.input_gradient.any()
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [nn.BatchNorm1d, pytest.param(nn.BatchNorm2d, marks=pytest.mark.any_family), nn.BatchNorm3d],
-    ids=lambda kind: kind.__name__,
-)
-def test_ranks_with_equal_parts_compute_what_one_device_would(mode, kind):
-    sizes = [3] * mode.ranks
-    assert_as_one(
-        train_together(mode, lambda: layer(kind), SHAPES[kind], sizes), lambda: layer(kind), SHAPES[kind], sizes
-    )
-
-
-@pytest.mark.parametrize("sizes", [[5, 2], [1, 1], pytest.param([4, 0], marks=pytest.mark.any_family), [0, 3]], ids=str)
-def test_ranks_with_unequal_or_empty_parts_compute_what_one_device_would(peers, sizes):
-    assert_as_one(train_together(peers, layer, (3, 2, 4), sizes), layer, (3, 2, 4), sizes)
-
-
-@given(sizes=st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(lambda sizes: sum(sizes) > 1))
-def test_ranks_compute_what_one_device_would_however_the_batch_is_split(sizes):
-    assert_as_one(
-        train_together(THREADS_4, lambda: layer(nn.BatchNorm1d), (3,), sizes),
-        lambda: layer(nn.BatchNorm1d),
-        (3,),
-        sizes,
-    )
-
-
-OPTIONS = [
-    {"momentum": None},
-    {"momentum": 0.7, "eps": 0.3},
-    {"affine": False},
-    pytest.param(
-        {"bias": False},
-        marks=pytest.mark.skipif(
-            "bias" not in inspect.signature(nn.BatchNorm2d).parameters,
-            reason="torch 2.9 has no BatchNorm without a bias",
-        ),
-    ),
-    {"track_running_stats": False},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_layers_settings_hold(peers, options):
-    def make() -> nn.Module:
-        return layer(**options)
-
-    assert_as_one(train_together(peers, make, (3, 2, 4), [1, 4]), make, (3, 2, 4), [1, 4])
 
 
 @pytest.mark.any_family
@@ -236,32 +126,15 @@ def test_the_conversion_keeps_the_layers_their_tensors_names_and_hooks():
     assert calls == ["hook"]
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_converted_module_can_be_copied_and_pickled(way):
+def test_a_converted_module_can_be_copied_and_pickled():
     def body() -> list[torch.Tensor]:
         module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
         own = samples((3, 2, 4), 6)[0].chunk(2)[current_world().rank]
-        copied = way(module)
-        return [module(own).detach(), copied(own).detach(), copied.running_var]
+        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+        return [module(own).detach(), *(each(own).detach() for each in copies)]
 
-    first, second = THREADS_2.run(body)
-    assert not torch.equal(first[0], first[1]), "it belongs to no rank"
-    assert not torch.equal(first[2], second[2])
-
-
-def test_a_layer_converted_again_moves_to_the_new_world():
-    module = nn.BatchNorm2d(3, dtype=torch.float64)
-    replicas = DataParallel(module, ["cpu:0", "cpu:1"])
-
-    def loop(model: nn.Module, *_: Any) -> torch.Tensor:
-        synchronize_batch_norm(model, current_world(), lambda: 0.5)
-        model(samples((3, 2, 4), 6)[0].chunk(2)[current_world().rank])
-        return model.running_mean
-
-    for _ in range(2):
-        first, second = replicas(loop, [])
-        assert torch.equal(first, second)
-    assert type(module) is nn.BatchNorm2d
+    for together, *alone in THREADS_2.run(body):
+        assert all(not torch.equal(together, each) for each in alone), "it belongs to no rank"
 
 
 class Own(nn.BatchNorm2d):
@@ -312,7 +185,7 @@ def test_a_gradient_with_a_graph_of_its_own_is_refused():
     THREADS_2.run(body)
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_update_bn_takes_all_samples_if_synchronized_or_on_a_plain_loader(mode: Mode) -> None:
     data = TensorDataset(torch.randn(22, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 
@@ -334,10 +207,31 @@ def test_update_bn_takes_all_samples_if_synchronized_or_on_a_plain_loader(mode: 
             torch.testing.assert_close(variance, expected.module.running_var)
 
 
+def around(norm: nn.Module, *shape: int) -> nn.Module:
+    """A model with this layer over values of three channels; past it, too."""
+    width = math.prod(shape)
+    made = nn.Sequential(
+        nn.Linear(5, width, bias=False), nn.Unflatten(1, shape), norm, nn.Tanh(), nn.Flatten(), nn.Linear(width, 2)
+    )
+    made[3].register_forward_hook(lambda module, args, output: output + args[0])
+    return seeded(made.double())
+
+
 def normalised() -> nn.Module:
-    made = seeded(nn.Sequential(nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2)).double())
-    made[2].register_forward_hook(lambda module, args, output: output + args[0])  # past the layer, too
-    return made
+    return around(nn.BatchNorm1d(7), 7)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "1d": normalised,
+    "2d": lambda: around(nn.BatchNorm2d(3), 3, 2, 2),
+    "3d": lambda: around(nn.BatchNorm3d(3), 3, 2, 1, 3),
+    "a cumulative mean": lambda: around(nn.BatchNorm1d(3, momentum=None), 3),
+    "momentum and eps": lambda: around(nn.BatchNorm2d(3, momentum=0.7, eps=0.3), 3, 2, 2),
+    "not affine": lambda: around(nn.BatchNorm1d(3, affine=False), 3),
+    "no running statistics": lambda: around(nn.BatchNorm1d(3, track_running_stats=False), 3),
+}
+if "bias" in inspect.signature(nn.BatchNorm1d).parameters:  # not in torch 2.9
+    MODELS["no bias"] = lambda: around(nn.BatchNorm1d(3, bias=False), 3)
 
 
 def weighed(accelerator: Any, loader: DataLoader[Any]) -> Any:
@@ -365,13 +259,16 @@ def assigned(accelerator: Any, network: Any, batch: Any) -> None:
         each.grad = gradient
 
 
+@pytest.mark.any_family
+@pytest.mark.parametrize("samples", [23, 26])  # of four ranks, two have none of the last two
+def test_all_ranks_train_what_one_device_would_however_samples_fall(mode: Mode, samples: int) -> None:
+    lines = {name: steps(make=make) for name, make in MODELS.items()}
+    compare(mode, {**lines, "requested gradients": steps(assigned, normalised)}, samples, sync_batchnorm=True)
+
+
+@pytest.mark.any_family
 def test_weightless_rows_pass_on_gradients_through_the_shared_statistics(peers):
     compare(peers, {"weighed": weighed}, sync_batchnorm=True)
-
-
-@pytest.mark.parametrize("samples", [23, 26])
-def test_requested_gradients_match_one_device_even_for_an_uneven_batch(peers, samples):
-    compare(peers, steps(assigned, normalised), samples=samples, sync_batchnorm=True)
 
 
 def test_what_float16_cannot_hold_is_refused_and_each_way_out_is_one():

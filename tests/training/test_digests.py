@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,15 @@ from unisono.training.digests import digest_of
 
 
 def test_a_swap_and_each_bit_changes_the_digest() -> None:
-    found = {int(digest_of(one)) for one in (torch.arange(6.0), torch.arange(6.0).flip(0))}
-    plain = torch.randn(101)
+    plain, few = torch.randn(101), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    changed = [few, few.flip(0), plain, *(few * (1 - 2 * torch.eye(4)[place]) for place in range(4))]
     for place in (0, 1, 57, 100):
         swapped, negative, near = plain.clone(), plain.clone(), plain.clone()
         swapped[[place, 3]] = plain[[3, place]]
         negative[place] = -plain[place]
         near[place] = torch.nextafter(plain[place], torch.tensor(9.0))
-        found |= {int(digest_of(each)) for each in (plain, swapped, negative, near)}
-    assert len(found) == 2 + 1 + 3 * 4
-
-
-def test_two_signs_that_change_places_change_the_digest() -> None:
-    one = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    signed = [one * torch.tensor(signs) for signs in ([-1, 1, 1, 1], [1, -1, 1, 1], [1, 1, -1, 1], [1, 1, 1, -1])]
-    assert len({int(digest_of(each)) for each in signed}) == 4
+        changed += [swapped, negative, near]
+    assert len({int(digest_of(each)) for each in changed}) == len(changed) == 7 + 3 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.cfloat])
@@ -85,9 +78,9 @@ def recorded(directory: Path, ranks: int, **options: Any) -> list[dict[str, Any]
 
 
 def test_any_number_of_ranks_records_the_same(tmp_path: Path) -> None:
-    (first, *lines), *others = (recorded(tmp_path / str(ranks), ranks) for ranks in (1, 2, 3))
+    (first, *lines), *others = (recorded(tmp_path / str(ranks), ranks) for ranks in (1, 3))
     assert first["settings"] | {"virtual_ranks": 4, "seed": 1, "threads": 1} == first["settings"]
-    assert [each for each, *_ in others] == [first | {"ranks": 2}, first | {"ranks": 3}]
+    assert [each for each, *_ in others] == [first | {"ranks": 3}]
     assert all(each[1:] == lines for each in others)
     steps = [(each["optimizer"], each["step"]) for each in lines if "step" in each]
     assert steps == [(optimizer, step) for step in (4, 8, 9, 12, 16, 18) for optimizer in (0, 1)]
@@ -96,20 +89,23 @@ def test_any_number_of_ranks_records_the_same(tmp_path: Path) -> None:
     assert {"0.weight", "1.running_mean"} < {*names["weights_of"]}
     assert [len(digests[kind]) for kind in ("gradients", "weights")] == [4, 7]
     assert all(len(each) == 16 for each in digests["weights"])
+    # They go on after a resume in mid-epoch, on another number of ranks.
+    recorded(tmp_path / "before", 2, state=(str(tmp_path / "project"), 13))
+    after = recorded(tmp_path / "after", 3, state=(str(tmp_path / "project"), -1))
+    steps = [each for each in after if "step" in each]
+    assert {each["step"] for each in steps} == {16, 18}
+    assert all(each in lines for each in steps)
 
 
-def test_so_it_is_where_two_optimizers_train_one_model(tmp_path: Path) -> None:
-    (_, *lines), *others = (recorded(tmp_path / str(ranks), ranks, is_one=True) for ranks in (1, 2, 3))
+def test_so_it_is_with_two_optimizers_of_one_model_and_with_shards(tmp_path: Path) -> None:
+    (_, *lines), *others = (
+        recorded(tmp_path / f"{ranks} {strategy}", ranks, is_one=True, strategy=strategy)
+        for ranks, strategy in ((1, "ddp"), (3, "ddp"), (2, "fsdp"))
+    )
     assert all(each[1:] == lines for each in others)
     names = [(each["gradients_of"], each["weights_of"]) for each in lines if "step" not in each]
     assert [each for each, _ in names] == [["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"], ["1.weight", "1.bias"]]
     assert all("0.1.running_var" in each for _, each in names)
-
-
-def test_so_it_is_where_the_ranks_have_shards(tmp_path: Path) -> None:
-    (_, *lines), *others = (recorded(tmp_path / str(ranks), ranks, strategy="fsdp") for ranks in (1, 2))
-    assert any("step" in each for each in lines)
-    assert all(each[1:] == lines for each in others)
 
 
 def test_gradients_are_digested_before_they_are_clipped(tmp_path: Path) -> None:
@@ -117,16 +113,6 @@ def test_gradients_are_digested_before_they_are_clipped(tmp_path: Path) -> None:
     (one, other) = (next(each for each in lines if "step" in each) for lines in (plain, clipped))
     assert one["gradients"] == other["gradients"]
     assert one["weights"] != other["weights"]
-
-
-def test_they_go_on_after_a_resume_in_mid_epoch_on_another_number_of_ranks(tmp_path: Path) -> None:
-    whole = recorded(tmp_path / "whole", 1)
-    state = partial(recorded, every=4)
-    state(tmp_path / "before", 2, state=(str(tmp_path / "project"), 13))
-    after = state(tmp_path / "after", 3, state=(str(tmp_path / "project"), -1))
-    steps = [each for each in after if "step" in each]
-    assert {each["step"] for each in steps} == {16, 18}
-    assert all(each in whole for each in steps)
 
 
 def test_there_are_none_without_virtual_ranks_or_if_none_are_wanted(tmp_path: Path) -> None:

@@ -66,8 +66,7 @@ def test_a_loss_is_named_with_its_rank_and_step(mode: Mode, caplog, capfd) -> No
     assert f"from step 3 on: rank {mode.ranks - 1} has met it first" in report
 
 
-@MODES
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("mode", "strategy"), [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "fsdp")], ids=str)
 def test_a_gradient_of_plain_backward_is_too(mode: Mode, strategy: str, caplog, capfd) -> None:  # type: ignore[no-untyped-def]
     mode.run(lambda: train(lambda accelerator, loss: loss.backward(), strategy=strategy) and None)
     [line] = said(caplog, capfd)
@@ -77,7 +76,7 @@ def test_a_gradient_of_plain_backward_is_too(mode: Mode, strategy: str, caplog, 
     assert "in step 3 (batch 3 of its loop);" in line
 
 
-@MODES
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_a_gradient_of_a_finite_loss_shows_in_the_next_step(mode: Mode, caplog, capfd) -> None:  # type: ignore[no-untyped-def]
     def spoil(accelerator: Accelerator, loss: torch.Tensor) -> None:
         accelerator.backward(loss + (loss * 0).sqrt())  # whose gradient is 0 times infinity
@@ -95,8 +94,7 @@ def leave_out(accelerator: Any, network: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
-@MODES
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("mode", "accumulate"), [(SOLO, 1), (THREADS_2, 2), (PROCESSES_2, 1)], ids=str)
 def test_the_way_out_leaves_such_steps_out_on_all_ranks(mode: Mode, accumulate: int) -> None:
     states = mode.run(lambda: train(step=leave_out, gradient_accumulation_steps=accumulate))
     network = model()
@@ -119,7 +117,7 @@ def by_hand() -> None:
         optimizer.zero_grad()
 
 
-@MODES
+@pytest.mark.parametrize("mode", [THREADS_2], ids=str)
 def test_a_loss_by_hand_is_named(mode: Mode, caplog, capfd) -> None:  # type: ignore[no-untyped-def]
     mode.run(by_hand)
     assert f"the loss of rank {mode.ranks - 1} is NaN or infinite in step 3 (batch 3" in said(caplog, capfd)[0]

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, THREADS_3, Mode, each_of, scaling
+from modes import PROCESSES_2, THREADS_3, each_of, scaling
 
 import unisono
 
 pytestmark = pytest.mark.any_family
 
-PROCESSES_3 = Mode("processes", 3)
-
-
-peers = each_of(scaling(THREADS_2, THREADS_3, PROCESSES_2, PROCESSES_3))
+peers = each_of(scaling(THREADS_3, PROCESSES_2))
 
 
 # What the last rank gathers, while the others gather float32[2, 3]; and how it is named.
@@ -45,7 +42,7 @@ def test_unequal_tensors_are_named_on_all_ranks(peers, name):
         assert "all_gather_samples" in text
 
 
-@pytest.mark.parametrize("value", [None, [1.0], 2.0], ids=str)
+@pytest.mark.parametrize("value", [None, [1.0]], ids=str)
 def test_a_non_tensor_on_one_rank_is_its_error_and_the_others_learn_of_it(peers, value):
     def gather() -> Any:
         return unisono.all_gather(value if is_last() else torch.ones(2, 3))
@@ -60,11 +57,12 @@ def test_a_non_tensor_on_one_rank_is_its_error_and_the_others_learn_of_it(peers,
         assert f"rank {peers.ranks - 1} has left this world" in text
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (4, 0)], ids=str)
-def test_equal_empty_tensors_and_numbers_are_gathered(peers, shape):
-    found = peers.run(lambda: (tuple((gathered := unisono.all_gather(torch.ones(shape))).shape), gathered.sum().item()))
-    expected = (peers.ranks, *shape[1:]) if not shape else (shape[0] * peers.ranks, *shape[1:])
-    assert found == [(expected, float(peers.ranks) if not shape else 0.0)] * peers.ranks
+def test_equal_empty_tensors_and_numbers_are_gathered(peers):
+    shapes = [(), (0,), (0, 3), (4, 0)]
+    for found in peers.run(lambda: [unisono.all_gather(torch.ones(shape)) for shape in shapes]):
+        number, *empty = found
+        assert number.tolist() == [1.0] * peers.ranks
+        assert [tuple(each.shape) for each in empty] == [(0,), (0, 3), (4 * peers.ranks, 0)]
 
 
 def test_a_gather_of_samples_with_other_columns_on_one_rank_is_named(peers):

@@ -19,24 +19,10 @@ from unisono import Accelerator, DataParallel, optimizer_step, rank
 from unisono.errors import CollectiveMismatchError
 
 SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-PLACES = [(SOLO, "ddp"), (THREADS_3, "ddp"), *((PROCESSES_2, name) for name in ("ddp", "zero1", "fsdp"))]
-EVERYWHERE = pytest.mark.parametrize(("mode", "strategy"), PLACES, ids=[f"{mode}-{name}" for mode, name in PLACES])
 
 
 def bare(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
-
-
-def with_temperature(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network, heat = model(), bare(1.5)
-    optimizer = sgd([*network.parameters(), heat])  # type: ignore[list-item] # torch takes any leaf
-    network, heat, optimizer, loader = accelerator.prepare(network, heat, optimizer, loader)
-    for inputs, targets, _ in loader:
-        accelerator.backward(F.mse_loss(network(inputs) / heat, targets))
-        accelerator.clip_grad_norm_([*network.parameters(), heat], 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {**whole(network), "heat": heat.detach().clone()}
 
 
 def with_a_loss_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -55,27 +41,6 @@ def with_a_loss_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
     return {**whole(network), "log_alpha": log_alpha.detach().clone()}
 
 
-def before_the_model(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network, prompt = model(), nn.Parameter(torch.full((5,), 0.1, dtype=torch.float64))
-    optimizer = sgd([*network.parameters(), prompt])
-    network, prompt, optimizer, loader = accelerator.prepare(network, prompt, optimizer, loader)
-    for inputs, targets, _ in loader:
-        optimizer.zero_grad()
-        F.mse_loss(network(inputs + prompt), targets).backward()
-        optimizer.step()
-    return {**whole(network), "prompt": prompt.detach().clone()}
-
-
-def without_a_model(accelerator: Any, loader: DataLoader[Any]) -> State:
-    offset = bare(0.1, 0.2)
-    offset, optimizer, loader = accelerator.prepare(offset, sgd([offset]), loader)  # type: ignore[list-item]
-    for _, targets, _ in loader:
-        optimizer.zero_grad()
-        (targets * offset - 1).square().mean().backward()
-        optimizer.step()
-    return {"offset": offset.detach().clone()}
-
-
 class Criterion(nn.Module):
     """A loss with parameters, as ArcFace's."""
 
@@ -88,35 +53,51 @@ class Criterion(nn.Module):
         return F.mse_loss(predictions @ self.mixed * self.heat, targets)
 
 
-def a_criterion(change: Callable[[torch.Tensor], torch.Tensor]) -> Lines:
-    """The loss passes through both models; `change` computes its inputs anew from the batch."""
+def trained(make: Callable[[], list[Any]], loss_of: Callable[..., torch.Tensor]) -> Lines:
+    """Models, and parameters of none, which one optimizer trains by a loss of the inputs, the targets and them."""
 
     def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
-        network, criterion = model(), Criterion()
-        optimizers = sgd(network.parameters()), sgd(criterion.parameters())
-        network, criterion, *optimizers, loader = accelerator.prepare(network, criterion, *optimizers, loader)
+        own = lambda each: [*each.parameters()] if isinstance(each, nn.Module) else [each]  # noqa: E731
+        made = make()
+        optimizer = sgd([parameter for each in made for parameter in own(each)])
+        *made, optimizer, loader = accelerator.prepare(*made, optimizer, loader)
         for inputs, targets, _ in loader:
-            accelerator.backward(criterion(change(network(inputs)), change(targets)))
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
-        return whole(network, criterion)
+            accelerator.backward(loss_of(inputs, targets, *made))
+            accelerator.clip_grad_norm_([parameter for each in made for parameter in own(each)], 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        networks = [each for each in made if isinstance(each, nn.Module)]
+        return {
+            **whole(*networks),
+            **{f"bare {n}": each.detach().clone() for n, each in enumerate(made[len(networks) :])},
+        }
 
     return lines
 
 
+def changes(inputs: torch.Tensor, targets: torch.Tensor, network: Any, criterion: Any) -> torch.Tensor:
+    """The inputs of the criterion are computed anew."""
+    return criterion(network(inputs).tanh() + 1, targets.tanh() + 1)  # type: ignore[no-any-return]
+
+
+PROMPT = torch.full((5,), 0.1, dtype=torch.float64)
 LINES: dict[str, Lines] = {
-    "after the model": with_temperature,
     "a loss of its own": with_a_loss_of_its_own,
-    "before the model": before_the_model,
-    "without a model": without_a_model,
-    "a criterion": a_criterion(lambda each: each),
-    "a criterion of computed inputs": a_criterion(lambda each: each.tanh() + 1),
+    "after the model": trained(lambda: [model(), bare(1.5)], lambda x, y, net, heat: F.mse_loss(net(x) / heat, y)),
+    "before it": trained(
+        lambda: [model(), nn.Parameter(PROMPT.clone())], lambda x, y, net, p: F.mse_loss(net(x + p), y)
+    ),
+    "without a model": trained(lambda: [bare(0.1, 0.2)], lambda x, y, offset: (y * offset - 1).square().mean()),
+    "a criterion": trained(lambda: [model(), Criterion()], lambda x, y, net, criterion: criterion(net(x), y)),
+    "a criterion of computed inputs": trained(lambda: [model(), Criterion()], changes),
 }
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("mode", "strategy", "accumulate"),
+    [(SOLO, "ddp", 2), (THREADS_3, "ddp", 1), *((PROCESSES_2, name, 2) for name in ("ddp", "zero1", "fsdp"))],
+    ids=str,
+)
 def test_they_train_like_one_device_also_in_an_uneven_tail(mode: Mode, strategy: str, accumulate: int) -> None:
     compare(mode, LINES, strategy=strategy, gradient_accumulation_steps=accumulate)
 
@@ -135,10 +116,9 @@ def two_losses(accelerator: Any, loader: DataLoader[Any], is_together: bool = Fa
     return {**whole(network), "heat": heat.detach().clone()}
 
 
-@SEVERAL
-def test_losses_of_unequally_counting_batches_need_a_backward_pass_each(mode: Mode) -> None:
-    compare(mode, two_losses)
-    for error in mode.told(lambda: two_losses(Accelerator(), loader_of(23, 3), is_together=True)):
+def test_losses_of_unequally_counting_batches_need_a_backward_pass_each() -> None:
+    compare(THREADS_2, two_losses)
+    for error in THREADS_2.told(lambda: two_losses(Accelerator(), loader_of(23, 3), is_together=True)):
         assert "call accelerator.backward(loss, batch=batch) for the loss of each" in error
 
 
@@ -186,8 +166,7 @@ def test_a_checkpoint_in_mid_step_holds_them_for_any_number_of_ranks(strategy: s
         optimizer.zero_grad()
         F.mse_loss(network(inputs) / heat, targets).backward()
         optimizer.step()
-    for mode in (PROCESSES_2, SOLO):
-        assert_all_are(mode.run(lambda: train(leaves=False)), {**whole(network), "heat": heat.detach()})
+    assert_all_are(SOLO.run(lambda: train(leaves=False)), {**whole(network), "heat": heat.detach()})
 
 
 NO_PARAMETERS = {
@@ -213,8 +192,7 @@ def test_replicas_that_share_one_are_refused() -> None:
 # Left out of `prepare`.
 
 
-@SEVERAL
-@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "with parameters of a prepared model"])
+@pytest.mark.parametrize(("mode", "is_shared"), [(THREADS_2, False), (THREADS_2, True), (PROCESSES_2, True)], ids=str)
 def test_a_parameter_that_was_left_out_is_an_error_at_its_first_step(mode: Mode, is_shared: bool) -> None:
     def body() -> None:
         accelerator, log_alpha, network = Accelerator(), bare(0.1), model()
@@ -229,20 +207,7 @@ def test_a_parameter_that_was_left_out_is_an_error_at_its_first_step(mode: Mode,
         assert "log_alpha, optimizer = accelerator.prepare(log_alpha, optimizer)" in error
 
 
-@SEVERAL
-def test_so_is_a_second_model_without_any_loader(mode: Mode) -> None:
-    def body() -> None:
-        accelerator, actor, critic = Accelerator(seed=0), model(), model()
-        optimizer = sgd(critic.parameters())
-        actor, _ = accelerator.prepare(actor, sgd(actor.parameters()))
-        critic(torch.ones(4, 5, dtype=torch.float64) * (1 + rank())).sum().backward()
-        optimizer.step()
-
-    assert all("nothing has reduced their gradients" in error for error in mode.told(body, RuntimeError))
-
-
-@SEVERAL
-def test_the_ways_out_train_like_one_device(mode: Mode) -> None:
+def test_the_ways_out_train_like_one_device() -> None:
     def lines(prepares: bool) -> Lines:
         def run(accelerator: Any, loader: DataLoader[Any]) -> State:
             network, log_alpha = model(), bare(0.1)
@@ -259,11 +224,10 @@ def test_the_ways_out_train_like_one_device(mode: Mode) -> None:
 
         return run
 
-    compare(mode, {"prepare": lines(True), "optimizer_step": lines(False)})
+    compare(THREADS_2, {"prepare": lines(True), "optimizer_step": lines(False)})
 
 
-@SEVERAL
-def test_what_the_ranks_reduce_themselves_or_compute_alike_is_none(mode: Mode) -> None:
+def test_what_the_ranks_reduce_themselves_or_compute_alike_is_none() -> None:
     def body() -> list[float]:
         accelerator, probe, averaged = Accelerator(), bare(0.1), bare(0.1)
         for each, own in ((probe, 1), (averaged, rank())):
@@ -276,7 +240,7 @@ def test_what_the_ranks_reduce_themselves_or_compute_alike_is_none(mode: Mode) -
                 optimizer.step()
         return [probe.item(), averaged.item()]
 
-    first, second = mode.run(body)
+    first, second = THREADS_2.run(body)
     assert first == second
 
 
@@ -293,8 +257,7 @@ def test_a_step_of_one_rank_alone_is_named(mode: Mode) -> None:
         mode.run(body)
 
 
-@SEVERAL
-def test_a_group_that_is_added_needs_a_prepared_parameter(mode: Mode) -> None:
+def test_a_group_that_is_added_needs_a_prepared_parameter() -> None:
     def body() -> None:
         accelerator, network, added = Accelerator(), model(), bare(0.1)
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(12, 3))
@@ -312,7 +275,7 @@ def test_a_group_that_is_added_needs_a_prepared_parameter(mode: Mode) -> None:
         (mean_loss(network, batch) * later).backward()
         optimizer.step()
 
-    mode.run(body)
+    THREADS_2.run(body)
 
 
 def test_a_plain_data_parallel_function_may_train_on_one_device() -> None:

@@ -107,8 +107,7 @@ def test_one_after_many_loops_of_all_ranks_is_named_too() -> None:
         PROCESSES_2.run(body)
 
 
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-def test_loops_of_other_threads_begin_at_any_time(mode: Mode) -> None:
+def test_loops_of_other_threads_begin_at_any_time() -> None:
     def body() -> int:
         _, loader = prepared()
         found: list[int] = []
@@ -120,7 +119,7 @@ def test_loops_of_other_threads_begin_at_any_time(mode: Mode) -> None:
             unisono.all_reduce(torch.ones(1))
         return sum(found)
 
-    assert mode.run(body) == [6, 6]
+    assert THREADS_2.run(body) == [6, 6]
 
 
 def test_a_rank_ends_with_its_last_thread(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.every_mode
 
 CASE = Case(samples=48, batch=2)
 AT = 4  # the batch at which rank 1 does it
-GOES_ON, LEAVES_OUT, LEAVES_LOOP, RETURNS = "continues", "leaves out", "leaves loop", "returns"
+GOES_ON, LEAVES_OUT, LEAVES_LOOP = "continues", "leaves out", "leaves loop"
 
 
 class Training:
@@ -52,7 +53,6 @@ ACTIONS: dict[str, tuple[Callable[[Training, Any], Any], str]] = {
     "gathers something": (lambda training, batch: all_gather(torch.ones(3)), GOES_ON),
     "sets a learning rate": (lambda training, batch: training.optimizer.param_groups[0].update(lr=0.25), GOES_ON),
     "loads an optimizer of another rate": (lambda training, batch: load_another_rate(training), GOES_ON),
-    "returns": (lambda training, batch: None, RETURNS),
 }
 
 
@@ -68,15 +68,23 @@ def train(action: str, strategy: str, accumulate: int) -> None:
                 continue
             if what == LEAVES_LOOP:
                 break
-            if what == RETURNS:
-                return
             training.learn(batch)
             training.optimizer.step()
             training.optimizer.zero_grad()
 
 
-ENGINES = [(THREADS_2, "ddp"), (THREADS_3, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "zero1"), (PROCESSES_2, "fsdp")]
-engines = pytest.mark.parametrize(("mode", "strategy"), ENGINES, ids=[f"{mode}-{name}" for mode, name in ENGINES])
+PLACES = [(THREADS_2, "ddp"), (THREADS_3, "ddp"), *((PROCESSES_2, each) for each in ("ddp", "zero1", "fsdp"))]
+
+
+def everywhere(cases: Iterable[Any]) -> Any:
+    """Each case on threads, and in processes under one strategy; so that each strategy has some."""
+    cases = [*cases]
+    pairs = [
+        (*PLACES[place], case)
+        for number, case in enumerate(cases)
+        for place in (number % 2, 2 + number % 3)
+    ]  # fmt: skip
+    return pytest.mark.parametrize(("mode", "strategy", "case"), pairs, ids=lambda each: str(each))
 
 
 def lost(mode: Mode, action: str, strategy: str, accumulate: int = 1) -> str:
@@ -86,9 +94,9 @@ def lost(mode: Mode, action: str, strategy: str, accumulate: int = 1) -> str:
     return str(caught.value)
 
 
-@engines
-@pytest.mark.parametrize(("action", "accumulate"), [*zip(ACTIONS, [1] * 5, strict=False), ("leaves out a batch", 2)])
-def test_a_rank_that_takes_other_steps_is_named(mode: Mode, strategy: str, action: str, accumulate: int) -> None:
+@everywhere([*((each, 1) for each in islice(ACTIONS, 5)), ("leaves out a batch", 2)])
+def test_a_rank_that_takes_other_steps_is_named(mode: Mode, strategy: str, case: Any) -> None:
+    action, accumulate = case
     told = lost(mode, action, strategy, accumulate)
     assert "rank 1" in told
     assert "every rank must take the same steps on the same rounds: skip a batch" in told
@@ -96,25 +104,16 @@ def test_a_rank_that_takes_other_steps_is_named(mode: Mode, strategy: str, actio
     assert step in told or "forward pass of the Sequential" in told
 
 
-@engines
-@pytest.mark.parametrize(
-    ("action", "call"), [("calls a barrier", "barrier()"), ("gathers something", "all_gather(float32[3])")]
-)
-def test_a_rank_that_calls_something_else_is_named_with_the_call(
-    mode: Mode, strategy: str, action: str, call: str
-) -> None:
+@everywhere([("calls a barrier", "barrier()"), ("gathers something", "all_gather(float32[3])")])
+def test_a_rank_that_calls_something_else_is_named_with_the_call(mode: Mode, strategy: str, case: Any) -> None:
+    action, call = case
     told = lost(mode, action, strategy)
     assert f"rank 1 called {call}" in told
     assert "came to" in told or "for the gradients of step 4 (batch 4 of its loop" in told
 
 
-@engines
-def test_a_rank_that_has_returned_is_named(mode: Mode, strategy: str) -> None:
-    assert "rank 1 has left this world: let all ranks" in lost(mode, "returns", strategy)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_who_catches_what_the_others_departure_raises_reads_our_words(strategy: str) -> None:
+@pytest.mark.parametrize(("mode", "strategy"), [PLACES[0], *PLACES[2:]], ids=str)
+def test_who_catches_what_the_others_departure_raises_reads_our_words(mode: Mode, strategy: str) -> None:
     def body() -> str:
         training = Training(strategy, 1)
         for number, batch in enumerate(training.loader, 1):
@@ -128,7 +127,7 @@ def test_who_catches_what_the_others_departure_raises_reads_our_words(strategy: 
             training.optimizer.zero_grad()
         return "nothing"
 
-    told, _ = PROCESSES_2.run(body)
+    told, _ = mode.run(body)
     assert "rank 1 has left this world: let all ranks" in told
     assert "gloo" not in told
 
@@ -142,11 +141,12 @@ CALLS: dict[str, Callable[[Training, Path], Any]] = {
 
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "with hooks"])
-def test_what_a_rank_calls_alone_is_named_as_it_was_called(mode: Mode, hooks: bool, tmp_path: Path) -> None:
-    for name in [each for each in CALLS if not hooks or each == "save_state"]:
+def test_what_a_rank_calls_alone_is_named_as_it_was_called(mode: Mode, tmp_path: Path) -> None:
+    for name, hooks in [*((each, False) for each in CALLS), ("save_state", True)]:
+        if mode is PROCESSES_2 and (hooks, name) not in ((True, "save_state"), (False, "gather_for_metrics of ")):
+            continue  # which is so in either mode
 
-        def body(name: str = name) -> None:
+        def body(name: str = name, hooks: bool = hooks) -> None:
             training = Training("ddp", 1)
             if hooks:
                 training.accelerator.register_save_state_pre_hook(lambda *_: None)
@@ -187,8 +187,11 @@ ALONE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("process_group", ["gloo", pytest.param(None, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("call", ALONE)
+@pytest.mark.parametrize(
+    ("call", "process_group"),
+    [(each, "gloo") for each in ("its method", "a unit")]
+    + [pytest.param(each, None, marks=pytest.mark.slow) for each in ("the model", "a marked method", "the module")],
+)
 def test_a_rank_that_evaluates_alone_under_fsdp_is_named_at_once(
     call: str, process_group: str | None, tmp_path: Path
 ) -> None:
@@ -233,11 +236,17 @@ def test_what_ranks_do_in_step_is_no_mismatch_however_they_do_it() -> None:
     assert PROCESSES_2.run(body) == [12, 12]
 
 
-@engines
-@pytest.mark.parametrize("action", ["sets a learning rate", "loads an optimizer of another rate"])
+@pytest.mark.parametrize(
+    ("mode", "strategy", "action"),
+    [
+        (THREADS_2, "ddp", "sets a learning rate"),
+        *((*PLACES[2], each) for each in ("sets a learning rate", "loads an optimizer of another rate")),
+        (PROCESSES_2, "zero1", "sets a learning rate"),
+        (PROCESSES_2, "fsdp", "sets a learning rate"),
+    ],
+    ids=str,
+)
 def test_a_rank_with_another_learning_rate_is_named_with_it(mode: Mode, strategy: str, action: str) -> None:
-    if action.startswith("loads") and strategy != "ddp":
-        pytest.skip("a plain state loads by accelerator.load_state_dict there, on every rank")
     told = lost(mode, action, strategy, accumulate=2 if mode is PROCESSES_2 else 1)
     assert " at lr 0.1" in told
     assert " at lr 0.25" in told

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from unisono import Accelerator, DeviceLoader, Mean, SampleGenerator
 from unisono.world import solo_world, use_world
 
-MODES = [SOLO, THREADS_2, THREADS_3, THREADS_4, PROCESSES_2]
+MODES = [SOLO, THREADS_2, THREADS_3, THREADS_4]
 
 
 def numbers(count, batch):
@@ -73,8 +73,8 @@ def told(order, accelerator, loader):
         return str(error)
 
 
-@settings(max_examples=25)
-@given(st.integers(1, 21), st.integers(1, 4), st.sampled_from(MODES[:4]), st.sampled_from(["split", "pad"]))
+@settings(max_examples=12)
+@given(st.integers(1, 21), st.integers(1, 4), st.sampled_from(MODES), st.sampled_from(["split", "pad"]))
 def test_every_sample_comes_once_in_every_order_of_calls(count, batch, mode, tail):
     with use_world(solo_world()):  # in which no example before has left a loop
         check_all_orders(mode, count, batch, tail)
@@ -141,7 +141,7 @@ def test_every_sample_comes_once_of_a_short_last_round(mode, tail):
 
 
 @pytest.mark.any_family
-@pytest.mark.parametrize("mode", scaling(*MODES), ids=str)
+@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
 def test_a_loop_that_was_left_counts_what_it_received(mode):
     def body():
         accelerator = Accelerator()
@@ -229,24 +229,30 @@ def floats(count, batch):
     return DataLoader(torch.arange(count, device=HOST).double(), batch_size=batch)
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
-@pytest.mark.parametrize("tail", ["split", "pad"])
-@pytest.mark.parametrize("has_gradients", [False, True], ids=["evaluating", "training"])
+@pytest.mark.parametrize(
+    ("mode", "tail", "has_gradients"),
+    [
+        (SOLO, "pad", False),
+        (THREADS_2, "split", True),
+        (THREADS_3, "pad", True),
+        (PROCESSES_2, "pad", False),
+        (THREADS_2, "split", False),
+    ],
+    ids=str,
+)
 def test_labels_and_outputs_count_once_however_far_ahead_batches_are_drawn(mode, tail, has_gradients):
     def body():
         accelerator = Accelerator()
         network = doubling(accelerator)
         found = []
-        for count, number, values in itertools.product(
-            (13, 18, 19), (0, 1, 2, 99), (of_labels, of_outputs, of_a_nesting)
-        ):
+        for count, number, values in itertools.product((13, 18, 19), (0, 2, 99), (of_labels, of_outputs, of_a_nesting)):
             loader = accelerator.prepare(DeviceLoader(floats(count, 3), tail=tail))
             with torch.set_grad_enabled(has_gradients):
                 gathered = [values(accelerator, network, batch).detach() for batch in ahead(loader, number)]
             found.append(in_order(gathered) == list(range(count)))
         return found
 
-    assert mode.run(body) == [[True] * 36] * mode.ranks
+    assert mode.run(body) == [[True] * 27] * mode.ranks
 
 
 @pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
@@ -266,7 +272,7 @@ def test_in_any_order_of_calls_labels_count_once(mode):
     assert mode.run(body) == [(once, sorted(once * 2))] * mode.ranks
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
 def test_labels_of_two_loaders_side_by_side_count_as_their_own_do(mode):
     def body():
         accelerator = Accelerator()
@@ -287,8 +293,7 @@ def test_values_of_unequally_counting_batches_are_an_error_on_all_ranks():
             accelerator.gather_for_metrics(pair)
         return len(accelerator.gather_for_metrics(pair, valid_samples=1)[0])
 
-    for mode in (THREADS_2, PROCESSES_2):
-        assert mode.run(body) == [2] * 2
+    assert THREADS_2.run(body) == [2] * 2
 
 
 def test_training_metrics_count_once_while_evaluation_runs_inside():
@@ -310,7 +315,7 @@ def test_training_metrics_count_once_while_evaluation_runs_inside():
     assert THREADS_2.run(body) == [list(range(13))] * 2
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     st.integers(1, 19),
     st.integers(1, 4),
@@ -344,7 +349,7 @@ def test_computed_values_count_once_or_are_an_error_that_names_the_way_out(count
         assert found == list(range(count)) or "pass valid_samples" in found
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
+@pytest.mark.parametrize("mode", [SOLO, THREADS_3], ids=str)
 def test_batches_of_the_same_tensors_count_once_or_are_an_error(mode):
     """The last round of one sample has it on the first rank; on the others, the same tensor does not count."""
 

@@ -6,18 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, Mode
+from modes import PROCESSES_2, THREADS_2
 from torch.utils.data import DataLoader
 from twin import Case, State, assert_all_are, compare, loader_of, mean_loss, model, plain_run, sgd, train
 
 from unisono import Accelerator, DeviceLoader, all_gather_object, backward, optimizer_step
 from unisono.strategies import ZeRO1
 
-SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 
-
-@SEVERAL
-def test_after_backward_by_hand_only_optimizer_step_may_take_the_step(mode: Mode) -> None:
+def test_after_backward_by_hand_only_optimizer_step_may_take_the_step() -> None:
     def body() -> None:
         network = model()
         optimizer = sgd(network.parameters())
@@ -29,13 +26,11 @@ def test_after_backward_by_hand_only_optimizer_step_may_take_the_step(mode: Mode
         optimizer.zero_grad()
         optimizer.step()  # on nothing
 
-    mode.run(body)
+    THREADS_2.run(body)
 
 
-@pytest.mark.parametrize("is_first", [False, True], ids=["after a backward pass", "before any"])
-@SEVERAL
-def test_only_prepared_optimizers_step_on_assigned_gradients(mode: Mode, is_first: bool) -> None:
-    def body() -> None:
+def test_only_prepared_optimizers_step_on_assigned_gradients() -> None:
+    def body(is_first: bool) -> None:
         accelerator, network = Accelerator(), model()
         network, loader = accelerator.prepare(network, loader_of(24, 3))
         optimizer, trained = sgd(network.parameters()), list(network.parameters())
@@ -49,7 +44,8 @@ def test_only_prepared_optimizers_step_on_assigned_gradients(mode: Mode, is_firs
         with pytest.raises(RuntimeError, match=r"they were assigned, and are this rank's alone; prepare\(optimizer\)"):
             optimizer.step()
 
-    mode.run(body)
+    THREADS_2.run(lambda: body(False))
+    THREADS_2.run(lambda: body(True))
 
 
 def test_an_optimizer_past_what_its_steps_were_asked_to_do_is_refused() -> None:
@@ -90,9 +86,8 @@ class _Fails(torch.autograd.Function):
         raise MemoryError("of the device")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_a_failed_reduction_is_not_resumed_and_a_new_attempt_is_exact(strategy: str) -> None:
-    def body() -> State:
+def test_a_failed_reduction_is_not_resumed_and_a_new_attempt_is_exact() -> None:
+    def body(strategy: str) -> State:
         accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
         network, _, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
         handle = network.module[1].register_forward_hook(lambda module, args, output: _Fails.apply(output))
@@ -105,7 +100,9 @@ def test_a_failed_reduction_is_not_resumed_and_a_new_attempt_is_exact(strategy: 
         accelerator.free_memory()
         return train(accelerator, loader_of(23, 3))
 
-    assert_all_are(PROCESSES_2.run(body), plain_run(Case(23, 3, epochs=1), 2, sgd))
+    ranks = PROCESSES_2.run(lambda: [body(strategy) for strategy in ("ddp", "zero1", "fsdp")])
+    for states in zip(*ranks, strict=True):
+        assert_all_are(states, plain_run(Case(23, 3, epochs=1), 2, sgd))
 
 
 def test_under_zero1_layers_are_unfrozen() -> None:
@@ -125,9 +122,8 @@ def test_under_zero1_layers_are_unfrozen() -> None:
     compare(PROCESSES_2, lines, strategy=ZeRO1(find_unused_parameters=True))
 
 
-@SEVERAL
 @pytest.mark.parametrize("is_released", [False, True], ids=["never prepared", "released"])
-def test_an_optimizer_of_a_model_that_was_left_out_is_refused(mode: Mode, is_released: bool) -> None:
+def test_an_optimizer_of_a_model_that_was_left_out_is_refused(is_released: bool) -> None:
     def body() -> None:
         accelerator, network = Accelerator(), model()
         if is_released:
@@ -138,7 +134,7 @@ def test_an_optimizer_of_a_model_that_was_left_out_is_refused(mode: Mode, is_rel
             mean_loss(network, batch).backward()
             optimizer.step()
 
-    for error in mode.told(body, RuntimeError):
+    for error in THREADS_2.told(body, RuntimeError):
         assert "the SGD steps parameters that were not prepared, and the gradient of its parameter 0 is" in error
 
 
@@ -154,9 +150,8 @@ def test_under_fsdp_an_optimizer_of_the_unprepared_parameters_is_refused() -> No
     PROCESSES_2.run(body)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_an_unprepared_scheduler_sets_the_prepared_optimizers_rates(strategy: str) -> None:
-    def body() -> list[float]:
+def test_an_unprepared_scheduler_sets_the_prepared_optimizers_rates() -> None:
+    def body(strategy: str) -> list[float]:
         accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
         optimizer = sgd(network.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -174,7 +169,7 @@ def test_an_unprepared_scheduler_sets_the_prepared_optimizers_rates(strategy: st
                 stepped.load_state_dict(state)
         return found
 
-    assert PROCESSES_2.run(body) == [[0.05, 0.025]] * 2
+    assert PROCESSES_2.run(lambda: [body("ddp"), body("zero1")]) == [[[0.05, 0.025]] * 2] * 2
 
 
 def test_an_optimizer_whose_state_zero1_divided_cannot_be_prepared_again() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2
+from modes import PROCESSES_2, SOLO, THREADS_2, told
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -96,8 +96,7 @@ def test_hooks_of_the_module_and_of_the_prepared_model_are_called(prepared):
     assert called == ["module", "prepared"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_an_average_prepared_beside_the_model_matches_one_device(strategy):
+def test_an_average_prepared_beside_the_model_matches_one_device():
     def lines(accelerator, loader):
         network = model()
         average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -111,10 +110,13 @@ def test_an_average_prepared_beside_the_model_matches_one_device(strategy):
                 average(batch[0])
         return whole(average)
 
-    compare(PROCESSES_2, lines, strategy=strategy)
+    strategies = ("ddp", "zero1", "fsdp")
+    ranks = PROCESSES_2.run(lambda: [lines(Accelerator(strategy=each), loader_of(23, 3)) for each in strategies])
+    for states in zip(*ranks, strict=True):
+        assert_all_are(states, lines(Plain(), loader_of(23, 6)))
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_an_average_of_a_prepared_model_is_plain_and_that_of_one_device(mode):
     def lines(accelerator, loader):
         network = model()
@@ -149,10 +151,16 @@ def test_under_fsdp_a_whole_state_loads_and_a_stray_part_says_what_to_do():
     PROCESSES_2.run(body)
 
 
-def test_a_sharded_model_says_how_to_have_a_copy():
-    for told in PROCESSES_2.told(lambda: copy.deepcopy(Accelerator(strategy="fsdp").prepare(model())), TypeError):
-        assert "a copy of the prepared Sequential was asked for" in told
-        assert "model, average = accelerator.prepare(model, average)" in told
+def test_under_fsdp_a_copy_and_an_unmarked_method_say_what_to_do():
+    def body() -> list[str]:
+        make, inputs = Accelerator(strategy="fsdp").prepare, torch.ones(1, 5, dtype=torch.float64)
+        return [told(lambda: copy.deepcopy(make(model())), TypeError), told(lambda: make(Coder()).encode(inputs))]
+
+    for copied, called in PROCESSES_2.run(body):
+        assert "a copy of the prepared Sequential was asked for" in copied
+        assert "model, average = accelerator.prepare(model, average)" in copied
+        assert "encode() was called on the Coder by itself, and strategy='fsdp' gathers parameters only " in called
+        assert "say model.mark_forward_method('encode')" in called
 
 
 class Coder(nn.Module):
@@ -191,11 +199,10 @@ def by_halves(accelerator: Any, loader: DataLoader[Any]) -> State:
     return whole(coder)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    ("mode", "strategy"),
-    [(SOLO, "ddp"), (THREADS_2, "ddp"), *((PROCESSES_2, each) for each in ("ddp", "zero1", "fsdp"))],
-    ids=lambda each: str(each),
+    ("mode", "strategy", "accumulate"),
+    [(SOLO, "ddp", 1), (THREADS_2, "ddp", 2), *((PROCESSES_2, each, 2) for each in ("ddp", "zero1", "fsdp"))],
+    ids=str,
 )
 def test_methods_that_are_marked_train_as_calls_of_the_model_do(mode, strategy, accumulate):
     def body() -> State:
@@ -203,13 +210,6 @@ def test_methods_that_are_marked_train_as_calls_of_the_model_do(mode, strategy, 
 
     expected = by_halves(Plain(), loader_of(23, 3 * accumulate * mode.ranks))
     assert_all_are(mode.run(body), expected)
-
-
-def test_under_fsdp_a_method_that_is_not_marked_says_how_to_mark_it():
-    inputs = torch.ones(1, 5, dtype=torch.float64)
-    for told in PROCESSES_2.told(lambda: Accelerator(strategy="fsdp").prepare(Coder()).encode(inputs), RuntimeError):
-        assert "encode() was called on the Coder by itself, and strategy='fsdp' gathers parameters only " in told
-        assert "say model.mark_forward_method('encode')" in told
 
 
 def test_a_method_that_is_marked_runs_with_autocast_and_keeps_its_name():

@@ -84,8 +84,10 @@ def test_an_overflow_on_one_rank_skips_step_and_scheduler_on_all(pair):
     assert torch.equal(weight, other)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_reduced_precision_is_close_and_forward_passes_run_in_it(precision, mode):
+@pytest.mark.parametrize(
+    ("mode", "precision"), [(SOLO, "bf16"), (THREADS_3, "fp16"), (PROCESSES_2, "bf16"), (PROCESSES_2, "fp16")], ids=str
+)
+def test_reduced_precision_is_close_and_forward_passes_run_in_it(mode, precision):
     small = 0.01  # or the first scale overflows
 
     def body():

@@ -93,28 +93,34 @@ BUILT = {
         optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)], milestones=[4]
     ),
 }
-MARKED = [name if name in ("one cycle", "warm-up") else pytest.param(name, marks=pytest.mark.slow) for name in BUILT]
-MODES = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
+MODES = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_3, PROCESSES_2), ids=str)
 
 
-def rates_in(make, when="together", epochs=EPOCHS, every=1, **options):
-    """The rate after each step of a loop over the loader; `make` gets the optimizer and the loader as it is then."""
+def at_each_batch(scheduler, epoch, number, count):
+    if number > 0:
+        scheduler.step()
+
+
+def rates_in(make, is_late=False, epochs=EPOCHS, call=at_each_batch, **options):
+    """The rate after each step of a loop over the loader; `make` gets the optimizer, and the loader as it is then, or
+    as it is when prepared. `call(scheduler, epoch, number, count)` comes before a loop, with 0, after each batch,
+    and after the loop, with -1."""
     accelerator, network, loader = Accelerator(**options), model(), loader_of(SAMPLES, BATCH)
-    optimizer, rates, number = sgd(network.parameters()), [], 0
-    scheduler = make(optimizer, loader) if when == "together" else None
+    optimizer, rates = sgd(network.parameters()), []
+    scheduler = None if is_late else make(optimizer, loader)
     network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
     if scheduler is None:
         scheduler = accelerator.prepare(make(optimizer, loader))
-    for _ in range(epochs):
-        for inputs, _, _ in loader:
+    for epoch in range(epochs):
+        call(scheduler, epoch, 0, len(loader))
+        for number, (inputs, _, _) in enumerate(loader, 1):
             accelerator.backward(network(inputs).sum())
             optimizer.step()
             optimizer.zero_grad()
-            number += 1
-            if number % every == 0:
-                scheduler.step()
+            call(scheduler, epoch, number, len(loader))
             if accelerator.sync_gradients:
                 rates.append(optimizer.param_groups[0]["lr"])
+        call(scheduler, epoch, -1, len(loader))
     return rates
 
 
@@ -137,65 +143,67 @@ def ends_of_steps(ranks, accumulate=1):
     return [epoch * BATCHES + end for epoch in range(EPOCHS) for end in ends]
 
 
-@pytest.mark.parametrize("unit", ["batch", "step"])
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
+def test_a_schedule_built_from_the_plain_or_the_prepared_length_is_exact(mode: Mode) -> None:
+    cases = [*((name, "batch") for name in BUILT), *((name, "step") for name in ("one cycle", "sequential"))]
+
+    def rates(name: str, unit: str) -> list[float]:
+        def make(optimizer, loader):
+            return BUILT[name](optimizer, EPOCHS * len(loader))
+
+        return rates_in(make, unit == "step", schedule_unit=unit)
+
+    for (name, unit), *found in zip(cases, *mode.run(lambda: [rates(*each) for each in cases]), strict=True):
+        print(name, unit)
+        steps = EPOCHS * (BATCHES if unit == "batch" else -(-BATCHES // mode.ranks))
+        plain = plain_rates(lambda optimizer, name=name, steps=steps: BUILT[name](optimizer, steps), steps)
+        expected = [plain[end] for end in ends_of_steps(mode.ranks)] if unit == "batch" else plain[1:]
+        assert found == [pytest.approx(expected, abs=1e-12)] * mode.ranks
+
+
 @MODES
-def test_a_schedule_built_from_the_plain_or_the_prepared_length_is_exact(mode: Mode, name: str, unit: str) -> None:
-    def make(optimizer, loader):
-        return BUILT[name](optimizer, EPOCHS * len(loader))
-
-    found = mode.run(lambda: rates_in(make, "together" if unit == "batch" else "later", schedule_unit=unit))
-    steps = EPOCHS * (BATCHES if unit == "batch" else -(-BATCHES // mode.ranks))
-    plain = plain_rates(lambda optimizer: BUILT[name](optimizer, steps), steps)
-    expected = [plain[end] for end in ends_of_steps(mode.ranks)] if unit == "batch" else plain[1:]
-    assert found == [pytest.approx(expected, abs=1e-12)] * mode.ranks
-
-
-@pytest.mark.parametrize(("unit", "total"), [("batch", 48), ("device_step", 18), ("step", None)])
-@MODES
-def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: Mode, unit: str, total: int) -> None:
-    steps = EPOCHS * -(-BATCHES // (3 * mode.ranks))
-    total = total or steps
-    found = mode.run(
-        lambda: rates_in(
-            lambda optimizer, _: BUILT["cosine"](optimizer, total), gradient_accumulation_steps=3, schedule_unit=unit
-        )
-    )
-    plain = plain_rates(lambda optimizer: BUILT["cosine"](optimizer, total), total)
-    ends = ends_of_steps(mode.ranks, 3)
-    counted = {
-        "batch": ends,
-        "device_step": [end // BATCHES * 6 + -(-(end % BATCHES) // 3) for end in ends],  # 6 in an epoch
-        "step": range(1, steps + 1),
+def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: Mode) -> None:
+    steps, ends = EPOCHS * -(-BATCHES // (3 * mode.ranks)), ends_of_steps(mode.ranks, 3)
+    units = {
+        "batch": (48, ends),
+        "device_step": (18, [end // BATCHES * 6 + -(-(end % BATCHES) // 3) for end in ends]),  # 6 in an epoch
+        "step": (steps, range(1, steps + 1)),
     }
-    assert found == [pytest.approx([plain[place] for place in counted[unit]], abs=1e-12)] * mode.ranks
+
+    def rates(unit: str, total: int) -> list[float]:
+        make = lambda optimizer, _: BUILT["cosine"](optimizer, total)  # noqa: E731
+        return rates_in(make, gradient_accumulation_steps=3, schedule_unit=unit)
+
+    for own in mode.run(lambda: [rates(unit, total) for unit, (total, _) in units.items()]):
+        for found, (total, places) in zip(own, units.values(), strict=True):
+            plain = plain_rates(lambda optimizer, total=total: BUILT["cosine"](optimizer, total), total)
+            assert found == pytest.approx([plain[place] for place in places], abs=1e-12)
 
 
-@pytest.mark.parametrize("unit", ["batch", "device_step"])
-def test_a_schedule_too_short_for_its_unit_says_so_and_both_fixes_work(unit: str) -> None:
+def test_a_schedule_too_short_for_its_unit_says_so_and_both_fixes_work() -> None:
     def make(optimizer, loader):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(loader))
 
-    def fails():
+    def body():
         with pytest.raises(ValueError, match="Tried to step") as raised:
-            rates_in(make, "later", schedule_unit=unit)
+            rates_in(make, True, schedule_unit="device_step")
+        rates_in(make, schedule_unit="device_step")
+        rates_in(make, True, schedule_unit="step")
         return raised.value.__notes__[0]
 
-    for note in Mode("threads", 2).run(fails):
-        assert note.startswith(f"with schedule_unit='{unit}' one step of these ranks counts as 2: build the OneCycleLR")
-    for mended in (lambda: rates_in(make, schedule_unit=unit), lambda: rates_in(make, "later", schedule_unit="step")):
-        assert Mode("threads", 2).run(mended)
+    for note in THREADS_2.run(body):
+        assert note.startswith("with schedule_unit='device_step' one step of these ranks counts as 2: build the OneCyc")
 
 
-@MODES
+@pytest.mark.parametrize("mode", fitting(SOLO, THREADS_3), ids=str)
 def test_microbatches_that_a_script_counts_itself_are_one_step_of_a_device(mode: Mode) -> None:
+    total = EPOCHS * BATCHES // 2
+
     def body() -> list[float]:
-        accelerator = Accelerator(schedule_unit="device_step")
-        network = model()
+        accelerator, network, rates = Accelerator(schedule_unit="device_step"), model(), []
         optimizer, loader = sgd(network.parameters()), loader_of(SAMPLES, BATCH)
-        scheduler = BUILT["cosine"](optimizer, EPOCHS * BATCHES // 2)
+        scheduler = BUILT["cosine"](optimizer, total)
         network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
-        rates = []
         for _ in range(EPOCHS):
             for number, (inputs, _, _) in enumerate(loader, 1):
                 accelerator.backward(network(inputs).sum() / 2)
@@ -206,7 +214,6 @@ def test_microbatches_that_a_script_counts_itself_are_one_step_of_a_device(mode:
                     rates.append(optimizer.param_groups[0]["lr"])
         return rates
 
-    total = EPOCHS * BATCHES // 2
     plain = plain_rates(lambda optimizer: BUILT["cosine"](optimizer, total), total)
     expected = [plain[end // 2] for end in ends_of_steps(mode.ranks, 2)]
     assert mode.run(body) == [pytest.approx(expected, abs=1e-12)] * mode.ranks
@@ -220,8 +227,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
-def test_if_a_schedules_unit_is_unknown_the_error_names_the_lengths(mode: Mode, name: str) -> None:
+def test_if_a_schedules_unit_is_unknown_the_error_names_the_lengths(name: str) -> None:
     make, options = UNKNOWN[name]
 
     def body() -> str:
@@ -230,7 +236,7 @@ def test_if_a_schedules_unit_is_unknown_the_error_names_the_lengths(mode: Mode, 
         return str(error.value)
 
     steps = 4 if options else 8
-    for told in mode.run(body):
+    for told in THREADS_2.run(body):
         assert f"and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...)" in told
 
 
@@ -251,12 +257,11 @@ NOT_CONSTANT = {
 }
 
 
-@pytest.mark.parametrize("name", CONSTANT)
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
-@MODES
-def test_a_constant_schedule_needs_no_unit(mode: Mode, options: dict[str, int], name: str) -> None:
-    for rates in mode.run(lambda: rates_in(CONSTANT[name], epochs=1, **options)):
-        assert len(set(rates)) == 1
+@pytest.mark.parametrize(("mode", "options"), [(SOLO, {"gradient_accumulation_steps": 2}), (THREADS_3, {})], ids=str)
+def test_a_constant_schedule_needs_no_unit(mode: Mode, options: dict[str, int]) -> None:
+    for name, make in CONSTANT.items():
+        for rates in mode.run(lambda make=make: rates_in(make, epochs=1, **options)):
+            assert len(set(rates)) == 1, name
 
 
 @pytest.mark.parametrize("name", NOT_CONSTANT)
@@ -270,71 +275,54 @@ def test_on_one_device_it_is_asked_where_steps_accumulate():
         rates_in(lambda optimizer, _: CosineAnnealingLR(optimizer, 48), gradient_accumulation_steps=3)
 
 
-@MODES
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_a_position_that_is_given_needs_no_unit(mode: Mode) -> None:
-    def body():
-        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
-        optimizer, rates = sgd(network.parameters()), []
-        network, optimizer, loader, scheduler = accelerator.prepare(
-            network, optimizer, loader_of(12, 1), CosineAnnealingWarmRestarts(optimizer, 2)
-        )
-        for epoch in range(2):
-            for number, (inputs, _, _) in enumerate(loader):
-                accelerator.backward(network(inputs).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step(epoch + number / len(loader))
-                rates.append(optimizer.param_groups[0]["lr"])
-        return rates
+    def call(scheduler, epoch, number, count):
+        if number > 0:
+            scheduler.step(epoch + number / count)
 
-    rounds = 12 // mode.ranks
-    positions = [epoch + number / rounds for epoch in range(2) for number in range(rounds)]
+    found = mode.run(
+        lambda: rates_in(
+            lambda optimizer, _: CosineAnnealingWarmRestarts(optimizer, 2), call=call, gradient_accumulation_steps=2
+        )
+    )
+    rounds = BATCHES // mode.ranks
+    positions = [(epoch + number / rounds) % 2 for epoch in range(EPOCHS) for number in range(2, rounds + 1, 2)]
     expected = [0.1 * (1 + math.cos(math.pi * each / 2)) / 2 for each in positions]
-    assert mode.run(body) == [pytest.approx(expected)] * mode.ranks
+    assert found == [pytest.approx(expected)] * mode.ranks
 
 
 @MODES
 def test_calls_at_every_few_batches_go_as_far_as_one_devices_do(mode: Mode) -> None:
-    found = mode.run(
-        lambda: rates_in(
-            lambda optimizer, _: LambdaLR(optimizer, lambda step: 0.9**step), every=2, schedule_unit="batch", epochs=1
-        )
-    )
+    def call(scheduler, epoch, number, count):
+        if number > 0 and number % 2 == 0:
+            scheduler.step()
+
+    make = lambda optimizer, _: LambdaLR(optimizer, lambda step: 0.9**step)  # noqa: E731
     calls = [number // 2 * mode.ranks for number in range(1, -(-BATCHES // mode.ranks) + 1)]
-    for rates in found:
+    for rates in mode.run(lambda: rates_in(make, epochs=1, call=call, schedule_unit="batch")):
         assert rates[:-1] == pytest.approx([0.1 * 0.9**each for each in calls[:-1]])
 
 
-@pytest.mark.parametrize("place", ["beginning", "end"])
-@MODES
+@pytest.mark.parametrize(
+    ("mode", "place"), [(SOLO, "beginning"), (THREADS_3, "end"), (THREADS_2, "beginning")], ids=str
+)
 def test_calls_between_loops_are_one_step_each_as_in_torch(mode: Mode, place: str) -> None:
     warnings.filterwarnings("ignore", "Detected call of")  # torch's: the first comes before the first optimizer step
 
-    def body():
-        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
-        optimizer, rates = sgd(network.parameters()), []
-        network, optimizer, loader, scheduler = accelerator.prepare(
-            network, optimizer, loader_of(SAMPLES, BATCH), CosineAnnealingLR(optimizer, EPOCHS)
-        )
-        for _ in range(EPOCHS):
-            if place == "beginning":
-                scheduler.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-            for inputs, _, _ in loader:
-                accelerator.backward(network(inputs).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-            if place == "end":
-                scheduler.step()
-        return rates
+    def call(scheduler, epoch, number, count):
+        if number == (0 if place == "beginning" else -1):
+            scheduler.step()
 
-    plain = plain_rates(lambda optimizer: CosineAnnealingLR(optimizer, EPOCHS), EPOCHS)
+    make = lambda optimizer, *_: CosineAnnealingLR(optimizer, EPOCHS)  # noqa: E731
+    firsts = -(-BATCHES // (2 * mode.ranks))  # of each loop
+    plain = plain_rates(make, EPOCHS)
     expected = plain[1:] if place == "beginning" else plain[:-1]
-    assert mode.run(body) == [pytest.approx(expected, abs=1e-12)] * mode.ranks
+    found = mode.run(lambda: rates_in(make, call=call, gradient_accumulation_steps=2)[::firsts])
+    assert found == [pytest.approx(expected, abs=1e-12)] * mode.ranks
 
 
-@pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
-def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mode) -> None:
+def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them() -> None:
     def body() -> str:
         accelerator, network = Accelerator(), model()
         optimizer = sgd(network.parameters())
@@ -346,13 +334,24 @@ def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mo
             scheduler.step(1.0 + accelerator.process_index)
         return str(error.value)
 
-    for rank, told in enumerate(mode.run(body)):
-        assert f"ReduceLROnPlateau got {1 + rank} on rank {rank}, and 1 to {mode.ranks} on all ranks" in told
+    for rank, told in enumerate(THREADS_3.run(body)):
+        assert f"ReduceLROnPlateau got {1 + rank} on rank {rank}, and 1 to 3 on all ranks" in told
 
 
-@pytest.mark.parametrize("place", ["after each batch", "after the loop", "nowhere"])
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"split_batches": True}], ids=str)
-@MODES
+@pytest.mark.parametrize(
+    ("mode", "options", "place"),
+    [
+        (SOLO, {}, "after each batch"),
+        (SOLO, {"gradient_accumulation_steps": 2}, "after each batch"),
+        (THREADS_2, {}, "after each batch"),
+        (THREADS_2, {"gradient_accumulation_steps": 2}, "after each batch"),
+        (THREADS_2, {"split_batches": True}, "after each batch"),
+        (THREADS_2, {}, "after the loop"),
+        (THREADS_2, {"gradient_accumulation_steps": 2}, "nowhere"),
+        (PROCESSES_2, {}, "after each batch"),
+    ],
+    ids=str,
+)
 def test_an_unprepared_scheduler_is_named_where_one_device_would_differ(mode, options, place) -> None:
     def body() -> str:
         accelerator, network = Accelerator(**options, schedule_unit="step"), model()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,10 +61,16 @@ def in_workers(body: Callable[[], Any]) -> list[Any]:
     return PROCESSES_2.run(in_units)
 
 
-def check(lines: Lines, strategy: str, accumulate: int = 1) -> None:
-    options: Any = {"strategy": strategy, "gradient_accumulation_steps": accumulate}
-    ranks = in_workers(lambda: lines(Accelerator(**options), loader_of(23, 3)))
-    assert_all_are(ranks, lines(Plain(), loader_of(23, 6 * accumulate)))
+def check(loops: Mapping[str, tuple[int, Lines]], strategy: str) -> None:
+    """Each in steps of so many batches."""
+
+    def make(accumulate: int) -> Accelerator:
+        return Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate)  # type: ignore[arg-type]
+
+    ranks = in_workers(lambda: {name: loop(make(k), loader_of(23, 3)) for name, (k, loop) in loops.items()})
+    for name, (accumulate, loop) in loops.items():
+        print(name)
+        assert_all_are([states[name] for states in ranks], loop(Plain(), loader_of(23, 6 * accumulate)))
 
 
 def refusals(strategy: str, learn: Learn, **options: Any) -> list[str]:
@@ -145,24 +151,22 @@ def in_halves(network: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return F.mse_loss(torch.cat(halves), batch[1])
 
 
-CHECKPOINTED = pytest.mark.parametrize(
-    ("kind", "loss"),
-    [(Checkpointed, mean_loss), (AllCheckpointed, mean_loss), (Units, in_halves)],
-    ids=["a part", "all parts", "the model"],
-)
-
-
-@CHECKPOINTED
-@pytest.mark.parametrize("accumulate", [1, 2])
 @STRATEGIES
-def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(
-    strategy: str, accumulate: int, kind: type[Units], loss: Callable[..., Any]
-) -> None:
-    def learn(accelerator: Any, network: Any, batch: Any) -> None:
-        accelerator.backward(loss(network, batch))
-        accelerator.backward(loss(network, batch) / 2)
+def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(strategy: str) -> None:
+    def lines(kind: type[Units], loss: Callable[..., Any]) -> Lines:
+        def learn(accelerator: Any, network: Any, batch: Any) -> None:
+            accelerator.backward(loss(network, batch))
+            accelerator.backward(loss(network, batch) / 2)
 
-    check(steps(learn, lambda: units(kind)), strategy, accumulate)
+        return steps(learn, lambda: units(kind))
+
+    loops = {
+        "a part": (1, lines(Checkpointed, mean_loss)),
+        "all parts": (2, lines(AllCheckpointed, mean_loss)),
+        "the model": (1, lines(Units, in_halves)),
+        "the model, in steps of two": (2, lines(Units, in_halves)),
+    }
+    check(loops, strategy)
 
 
 def test_batches_that_meet_before_a_reentrant_checkpoint_are_refused() -> None:
@@ -221,11 +225,8 @@ def upstream(accelerator: Any, loader: DataLoader[Any]) -> State:
 @STRATEGIES
 def test_gradient_penalties_match_the_whole_batch_under_every_strategy(strategy: str) -> None:
     lines = LINES if strategy != "fsdp" else (straight, with_a_penalty_on_parameters)
-    loops = [*(steps(each, units) for each in lines), *[upstream] * (strategy != "fsdp")]
-    ranks = in_workers(lambda: [loop(Accelerator(strategy=strategy), loader_of(23, 3)) for loop in loops])
-    for place, loop in enumerate(loops):
-        print(place)
-        assert_all_are([states[place] for states in ranks], loop(Plain(), loader_of(23, 6)))
+    loops: dict[str, tuple[int, Lines]] = {each.__name__: (1, steps(each, units)) for each in lines}
+    check(loops if strategy == "fsdp" else {**loops, "upstream": (1, upstream)}, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
@@ -239,9 +240,8 @@ def of_the_middle(accelerator: Any, network: Any, batch: list[torch.Tensor]) -> 
     torch.autograd.grad(network(batch[0]).sum(), network.hidden, create_graph=True)
 
 
-@pytest.mark.parametrize("lines", [with_a_penalty, of_the_middle])
-def test_gradients_with_a_graph_are_refused_under_fsdp(lines: Learn) -> None:
-    for each in refusals("fsdp", lines):
+def test_gradients_with_a_graph_are_refused_under_fsdp() -> None:
+    for each in (*refusals("fsdp", with_a_penalty), *refusals("fsdp", of_the_middle)):
         assert "a backward pass with create_graph=True through the Units" in each
         assert "use strategy='ddp'" in each
 
@@ -284,4 +284,5 @@ def test_under_fsdp_a_loss_past_all_outputs_is_refused_with_a_way_out() -> None:
     for each in in_workers(lambda: told(lambda: loop(False)(make(), loader_of(23, 3)))):
         assert "on no tensor that is seen in what it returned (a Tensor)" in each
         assert "add 0 * outputs.sum()" in each
-    check(loop(True), "fsdp", 2)
+        assert "return tensors, also in a tuple, a dict or a dataclass" in each
+    check({"named": (2, loop(True))}, "fsdp")

@@ -17,7 +17,6 @@ from twin import Lines, State, compare, data, loader_of, mean_loss, model, sgd, 
 from unisono import Accelerator
 
 MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
-SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 EVEN, UNEVEN = 24, 21  # samples, in batches of 3 on two ranks
 
 
@@ -138,10 +137,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Losses, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@SEVERAL
-def test_losses_of_batches_that_count_differently_are_refused_in(mode: Mode, what: str) -> None:
+def test_losses_of_batches_that_count_differently_are_refused_in(what: str) -> None:
     make, losses, words = REFUSED[what]
-    assert words in refusal_in(mode, make, losses)
+    assert words in refusal_in(THREADS_2, make, losses)
 
 
 def with_new_group(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -175,8 +173,7 @@ def test_two_prepared_models_that_share_what_they_train_are_refused() -> None:
     assert accelerator.prepare(other) is not kept
 
 
-@SEVERAL
-def test_a_closure_with_batches_that_count_differently_is_refused(mode: Mode) -> None:
+def test_a_closure_with_batches_that_count_differently_is_refused() -> None:
     def body() -> None:
         accelerator, network = Accelerator(), model()
         network, optimizer, loader = accelerator.prepare(
@@ -192,5 +189,5 @@ def test_a_closure_with_batches_that_count_differently_is_refused(mode: Mode) ->
 
         optimizer.step(closure)
 
-    for said in mode.told(body, ValueError):
+    for said in THREADS_2.told(body, ValueError):
         assert "compute the loss of one batch in a closure" in said

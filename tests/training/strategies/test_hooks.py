@@ -2,178 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, Mode, each_of
+from modes import PROCESSES_2, Mode
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from twin import assert_same_bits
 
 from unisono import Accelerator
-from unisono.training.strategies.ddp import attach_hook, power_sgd
-from unisono.world import current_world
+from unisono.strategies import DDP
+from unisono.training.strategies.ddp import power_sgd
 
-PROCESSES_4 = Mode("processes", 4)
+PROCESSES_3 = Mode("processes", 3)
 WIDTH = 24
-CUTS = {2: [0, 1, 11], 4: [0, 1, 4, 4, 11]}  # of 11 samples; one of four ranks has none
 TAKES_COMPLEX = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 DTYPES = (torch.float64, torch.complex128) if TAKES_COMPLEX else (torch.float64,)
-SEVERAL_BUCKETS = 0.002  # MB, less than a layer
 
 Gradients = list[torch.Tensor]
 
 
-mode = each_of([PROCESSES_2, PROCESSES_4])
+def drawn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
-    numbers = torch.Generator().manual_seed(0)
-    made = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3)])
+def gradients(accelerator: Any, dtype: torch.dtype, steps: int = 1, factor: float = 1.0) -> list[Gradients]:
+    """Of so many steps on the same 11 samples, without a change; plainly without an Accelerator."""
+    network = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3)])
     with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=dtype) / 5)
-    return made
+        for place, each in enumerate(network.parameters()):
+            each.copy_(drawn(*each.shape, seed=place, dtype=dtype) / 5)
+    loader: Any = DataLoader(drawn(11, WIDTH, seed=99, dtype=dtype), 11)
+    if accelerator is not None:
+        network, loader = accelerator.prepare(network, DataLoader(loader.dataset, 4))
+    found: list[Gradients] = []
+    for _ in range(steps):  # DDP builds its buckets again after the first
+        for inputs in loader:
+            outputs = network(inputs).tanh().abs()
+            (factor * F.mse_loss(outputs, torch.ones_like(outputs))).backward()
+            found.append([each.grad.clone() for each in network.parameters()])
+            network.zero_grad()
+    return found
 
 
-def batch(dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(1), dtype=dtype)
+def hooked(hook: Any, *given: Any, **options: Any) -> list[Gradients]:
+    several_buckets = 0.002  # MB, less than a layer
+    return gradients(Accelerator(strategy=DDP(comm_hook=hook, bucket_cap_mb=several_buckets)), *given, **options)
 
 
-def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """The mean over the samples; 0 with a gradient of 0 where there are none."""
-    outputs = model(inputs).tanh().abs()
-    return F.mse_loss(outputs, torch.ones_like(outputs)) if len(inputs) else outputs.sum()
-
-
-def own_part(inputs: torch.Tensor) -> torch.Tensor:
-    world = current_world()
-    cuts = CUTS[world.world_size]
-    return inputs[cuts[world.rank] : cuts[world.rank + 1]]
-
-
-def own_share() -> float:
-    return len(own_part(batch())) / len(batch())
-
-
-def gradients_of(model: nn.Module) -> Gradients:
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def plain_gradients(dtype: torch.dtype = torch.float64) -> Gradients:
-    """The oracle: the whole batch on one device."""
-    model = network(dtype)
-    loss_of(model, batch(dtype)).backward()
-    return gradients_of(model)
-
-
-def hooked(
-    hook: Any, scale: Callable[[], float] = own_share, dtype: torch.dtype = torch.float64
-) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(network(dtype), bucket_cap_mb=SEVERAL_BUCKETS)
-    attach_hook(ddp, hook, scale)
-    return ddp
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_those_of_the_whole_batch_however_it_was_dealt(mode, dtype):
-    def body() -> tuple[list[Gradients], int]:
-        asked = []
-
-        def scale() -> float:
-            asked.append(True)
-            return own_share()
-
-        ddp = hooked(None, scale, dtype)
-        found = []
-        for _ in range(3):  # DDP builds its buckets again after the first
-            ddp.zero_grad()
-            loss_of(ddp, own_part(batch(dtype))).backward()
-            found.append(gradients_of(ddp))
-        return found, len(asked)
-
-    ranks = mode.run(body)
-    assert_same_bits([found for found, _ in ranks])
-    for step in ranks[0][0]:
-        torch.testing.assert_close(step, plain_gradients(dtype), rtol=1e-12, atol=1e-14)
-    assert [asked for _, asked in ranks] == [3] * mode.ranks, "once a backward pass, not once a bucket"
+def test_gradients_are_those_of_the_whole_batch_and_close_if_compressed() -> None:
+    kinds = [(hook, dtype) for dtype in (*DTYPES, torch.float32) for hook in (None, "fp16", "bf16")]
+    ranks = PROCESSES_3.run(lambda: [hooked(*kind, steps=3) for kind in kinds])
+    assert_same_bits(ranks)
+    for (hook, dtype), steps in zip(kinds, ranks[0], strict=True):
+        print(hook, dtype)
+        (expected,) = gradients(None, dtype)
+        precision = {"fp16": 2**-10, "bf16": 2**-7, None: 1e-12 if dtype != torch.float32 else 1e-5}[hook]
+        largest = max(float(each.abs().max()) for each in expected)
+        for step in steps:
+            torch.testing.assert_close(step, expected, rtol=precision, atol=precision * largest * 3)
+        pairs = zip(steps[0], expected, strict=True)
+        is_close = all(torch.allclose(own, exact, rtol=1e-5, atol=1e-7 * largest) for own, exact in pairs)
+        assert is_close == (hook is None), f"{hook} has sent {dtype} uncompressed"
 
 
 @pytest.mark.skipif(TAKES_COMPLEX, reason="this torch takes complex gradients")
 def test_complex_gradients_are_refused_where_torch_reduces_them_wrongly():
-    def body() -> None:
-        ddp = hooked(None, dtype=torch.complex128)
-        loss_of(ddp, own_part(batch(torch.complex128))).backward()
-
     with pytest.raises(ValueError, match="reduces complex gradients wrongly"):
-        PROCESSES_2.run(body)
-
-
-def test_compressed_gradients_are_close_to_exact_and_equal_on_all_ranks(mode):
-    def body() -> dict[tuple[str, torch.dtype], Gradients]:
-        found = {}
-        for name in ("fp16", "bf16"):
-            for dtype in (*DTYPES, torch.float32):
-                ddp = hooked(name, dtype=dtype)
-                loss_of(ddp, own_part(batch(dtype))).backward()
-                found[name, dtype] = gradients_of(ddp)
-        return found
-
-    ranks = mode.run(body)
-    assert_same_bits(ranks)
-    for (name, dtype), gradients in ranks[0].items():
-        precision = {"fp16": 2**-10, "bf16": 2**-7}[name]
-        largest = max(float(each.abs().max()) for each in plain_gradients(dtype))
-        torch.testing.assert_close(
-            gradients, plain_gradients(dtype), rtol=precision, atol=precision * largest * mode.ranks
-        )
-        assert not all(
-            torch.allclose(own, exact, rtol=1e-5, atol=0)
-            for own, exact in zip(gradients, plain_gradients(dtype), strict=True)
-        ), f"{name} has sent {dtype} uncompressed"
+        PROCESSES_2.run(lambda: hooked(None, torch.complex128))
 
 
 def test_a_gradient_too_large_for_fp16_is_infinite_on_all_ranks():
     def body() -> bool:
-        ddp = hooked("fp16", lambda: 1e9 * own_share())
-        loss_of(ddp, own_part(batch())).backward()
-        return any(bool(each.isinf().any()) for each in gradients_of(ddp))
+        return any(bool(each.isinf().any()) for each in hooked("fp16", torch.float64, factor=1e9)[0])
 
     assert PROCESSES_2.run(body) == [True, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU torch's PowerSGD takes GPUs' gradients only")
-def test_a_custom_hook_gets_weighted_gradients_like_torchs_powersgd(mode):
+def test_a_custom_hook_gets_weighted_gradients_like_torchs_powersgd():
     def body() -> list[list[Gradients]]:
-        runs = []
-        for rank in (11, 1):  # 11 samples make gradients of rank 11 at most
-            options = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2, "min_compression_rate": 0.1}
-            ddp = hooked(power_sgd(**options))
-            runs.append([])
-            for _ in range(4):
-                ddp.zero_grad()
-                loss_of(ddp, own_part(batch())).backward()
-                runs[-1].append(gradients_of(ddp))
-        return runs
+        return [
+            hooked(
+                power_sgd(matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=0.1),
+                torch.float64,
+                steps=4,
+            )
+            for rank in (11, 1)  # 11 samples make gradients of rank 11 at most
+        ]
 
-    ranks = mode.run(body)
+    ranks, (expected,) = PROCESSES_3.run(body), gradients(None, torch.float64)
     assert_same_bits(ranks)
     enough, too_low = ranks[0]
     for step in (*enough[:2], *too_low[:2]):
-        torch.testing.assert_close(step, plain_gradients(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(step, expected, rtol=1e-12, atol=1e-14)
     for step in enough[2:]:
-        torch.testing.assert_close(step, plain_gradients(), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(step, expected, rtol=1e-6, atol=1e-8)
     for step in too_low[2:]:
-        matrices = [each for each in step if each.ndim == 2]
-        assert [int(torch.linalg.matrix_rank(each, rtol=1e-6)) for each in matrices] == [1, 1, 1]
-        vectors = [each for each in step if each.ndim == 1]
-        torch.testing.assert_close(
-            vectors, [each for each in plain_gradients() if each.ndim == 1], rtol=1e-12, atol=1e-14
-        )
+        assert [int(torch.linalg.matrix_rank(each, rtol=1e-6)) for each in step if each.ndim == 2] == [1, 1, 1]
+        vectors = [[each for each in one if each.ndim == 1] for one in (step, expected)]
+        torch.testing.assert_close(*vectors, rtol=1e-12, atol=1e-14)
 
 
 class Multiplied(TorchDispatchMode):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from twin import Plain, State, assert_all_are, loader_of, mean_loss, model, sgd
 
 from unisono import Accelerator
-from unisono.strategies import DDP, FSDP, Options, ZeRO1
+from unisono.strategies import DDP, FSDP, ZeRO1
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
@@ -149,23 +149,17 @@ NOT_SEEN = {
 }
 
 
-def _chosen(strategy: str) -> Options:
-    kinds = {"ddp": DDP(), "zero1": ZeRO1(elementwise_optimizer=True), "fsdp": FSDP(elementwise_optimizer=True)}
-    return kinds[strategy]
-
-
 @STRATEGIES
 def test_assigned_memory_is_stepped_on_or_refused(strategy: str) -> None:
-    def body() -> dict[str, State | str]:
-        found: dict[str, State | str] = {}
-        for name, loop in ASSIGNING.items():
-            try:
-                found[name] = loop(Accelerator(strategy=_chosen(strategy)), loader_of(23, 3))
-            except RuntimeError as error:
-                found[name] = str(error)
-        return found
+    kinds = {"ddp": DDP(), "zero1": ZeRO1(elementwise_optimizer=True), "fsdp": FSDP(elementwise_optimizer=True)}
 
-    ranks = PROCESSES_2.run(body)
+    def run(loop: Any) -> State | str:
+        try:
+            return loop(Accelerator(strategy=kinds[strategy]), loader_of(23, 3))
+        except RuntimeError as error:
+            return str(error)
+
+    ranks = PROCESSES_2.run(lambda: {name: run(loop) for name, loop in ASSIGNING.items()})
     for name, loop in ASSIGNING.items():
         print(name)
         if name not in NOT_SEEN[strategy]:

@@ -13,7 +13,7 @@ import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, Mode, told
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from twin import CLOSE, Plain, State, adam, compare, data, loader_of, model, sgd, straight, train, whole
+from twin import CLOSE, Plain, State, adam, compare, data, loader_of, model, sgd, steps, straight, train, whole
 
 from unisono import Accelerator, rank
 from unisono.strategies import DDP, FSDP, ZeRO1
@@ -93,26 +93,33 @@ def written(prepare: Callable[[nn.Module], nn.Module], write: Write, to_gradient
     return wholly(tensor), torch.rand(())
 
 
-@pytest.mark.parametrize("to_gradient", [False, True], ids=["parameter", "gradient"])
-def test_a_write_to_what_ranks_divide_is_that_of_one_device_or_refused(to_gradient: bool) -> None:
-    def body() -> tuple[list[Any], list[str]]:
+def test_a_write_to_what_ranks_divide_is_that_of_one_device_or_refused() -> None:
+    kinds = (False, True)  # to a parameter, and to its gradient
+
+    def body() -> list[tuple[list[Any], list[str]]]:
         prepare = lambda layer: Accelerator(strategy="fsdp").prepare(layer)  # noqa: E731
-        right = [written(prepare, each, to_gradient) for each in RIGHT.values()]
-        lost = {**REFUSED, **REFUSED_BY_TORCH}
-        return right, [told(lambda w=each: written(prepare, w, to_gradient), RuntimeError) for each in lost.values()]
+        lost = [*REFUSED.values(), *REFUSED_BY_TORCH.values()]
+        return [
+            (
+                [written(prepare, each, kind) for each in RIGHT.values()],
+                [told(lambda w=each, kind=kind: written(prepare, w, kind), RuntimeError) for each in lost],
+            )
+            for kind in kinds
+        ]
 
-    for right, refused in PROCESSES_2.run(body):
-        for name, found in zip(RIGHT, right, strict=True):
-            print(name)
-            torch.testing.assert_close(found, written(lambda layer: layer, RIGHT[name], to_gradient))
-        assert all(LOST in each for each in refused[: len(REFUSED)])
-        for way in ("weight[[0]] = 0", "weight.masked_fill_(mask, 0)", "weight.copy_(values)"):  # in RIGHT
-            assert way in refused[0]
+    plain = [[written(lambda layer: layer, each, kind) for each in RIGHT.values()] for kind in kinds]
+    for own in PROCESSES_2.run(body):
+        for (right, refused), expected in zip(own, plain, strict=True):
+            for name, found, wanted in zip(RIGHT, right, expected, strict=True):
+                print(name)
+                torch.testing.assert_close(found, wanted)
+            assert all(LOST in each for each in refused[: len(REFUSED)])
+            for way in ("weight[[0]] = 0", "weight.masked_fill_(mask, 0)", "weight.copy_(values)"):  # in RIGHT
+                assert way in refused[0]
 
 
-@pytest.mark.parametrize("when", ["before backward", "before the step", "nothing"])
-def test_a_write_to_what_is_gathered_until_the_backward_pass_is_refused(when: str) -> None:
-    def body() -> str:
+def test_a_write_to_what_is_gathered_until_the_backward_pass_is_refused() -> None:
+    def body(when: str) -> str:
         accelerator = Accelerator(strategy="fsdp")
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -134,64 +141,44 @@ def test_a_write_to_what_is_gathered_until_the_backward_pass_is_refused(when: st
 
         return " ".join([told(step), told(step)])
 
-    for shown in PROCESSES_2.run(body):
-        assert ("'1.bias' of the Sequential was changed between a forward pass and its backward pass" in shown) == (
-            when != "nothing"
-        )
+    places = ("nothing", "before backward", "before the step")
+    for own in PROCESSES_2.run(lambda: [body(each) for each in places]):
+        found = ["'1.bias' of the Sequential was changed between a forward pass and its backward" in it for it in own]
+        assert found == [False, True, True]
 
 
-def test_reinitialised_layers_match_one_device_and_rank_zero() -> None:
-    def body() -> list[torch.Tensor]:
-        found = []
-        for seed in (3, rank()):
-            layers = [nn.Linear(3, 5), nn.Embedding(7, 2), nn.Conv1d(2, 3, 2), nn.LayerNorm(3)]
-            network = Accelerator(strategy="fsdp").prepare(nn.Sequential(*layers)).module
-            torch.manual_seed(seed)
-            for each in network:
-                each.reset_parameters()
-            found += map(wholly, network.parameters())
-        return found
-
-    expected = []
-    for seed in (3, 0):
-        torch.manual_seed(seed)
-        layers = nn.Sequential(nn.Linear(3, 5), nn.Embedding(7, 2), nn.Conv1d(2, 3, 2), nn.LayerNorm(3))
-        torch.manual_seed(seed)
-        for each in layers:
-            each.reset_parameters()
-        expected += map(wholly, layers.parameters())
-    for found in PROCESSES_2.run(body):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+def reset(prepare: Callable[[nn.Module], Any], seed: int) -> list[torch.Tensor]:
+    layers = [nn.Linear(3, 5), nn.Embedding(7, 2), nn.Conv1d(2, 3, 2), nn.LayerNorm(3)]
+    network = prepare(nn.Sequential(*layers))
+    torch.manual_seed(seed)
+    for each in network:
+        each.reset_parameters()
+    return [wholly(each) for each in network.parameters()]
 
 
-def test_if_whole_tensors_differ_by_rank_those_of_rank_zero_are_written() -> None:
-    def body() -> list[torch.Tensor]:
-        network = Accelerator(strategy="fsdp").prepare(squared())
+def test_what_differs_by_rank_is_rank_zeros_and_parts_are_saved() -> None:
+    def body() -> tuple[list[Any], torch.Tensor]:
+        prepare = lambda network: Accelerator(strategy="fsdp").prepare(network)  # noqa: E731
+        found = [reset(lambda network: prepare(network).module, seed) for seed in (3, rank())]
+        network = prepare(squared())
         network.load_state_dict({"weight": torch.full((ROWS, COLUMNS), 1.0 + rank()), "bias": torch.ones(ROWS)})
         with torch.no_grad():
             network.weight.mul_(torch.arange(4.0) + rank())
-        return [wholly(network.weight)]
-
-    for (found,) in PROCESSES_2.run(body):
-        torch.testing.assert_close(found, torch.arange(4.0).expand(ROWS, COLUMNS))
-
-
-def test_a_state_of_parts_is_saved_as_torchs_own() -> None:
-    def body() -> None:
-        network = Accelerator(strategy="fsdp").prepare(squared())
-        file = io.BytesIO()
-        torch.save(network.state_dict(), file)
+        torch.save(network.state_dict(), file := io.BytesIO())
         file.seek(0)
         for name, each in torch.load(file, weights_only=False).items():
             assert type(each) is torch.distributed.tensor.DTensor
             assert torch.equal(each.to_local(), network.state_dict()[name].to_local())
+        return found, wholly(network.weight)
 
-    PROCESSES_2.run(body)
+    expected = [reset(lambda network: network, seed) for seed in (3, 0)]
+    for found, weight in PROCESSES_2.run(body):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(weight, torch.arange(4.0).expand(ROWS, COLUMNS))
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_a_step_of_torchs_optimizers_needs_no_call_per_operation(make: Any) -> None:
-    def body() -> tuple[int, int]:
+def test_a_step_of_torchs_optimizers_needs_no_call_per_operation() -> None:
+    def body() -> list[int]:
         from unisono.training.strategies.parts import Part
 
         calls = []
@@ -199,7 +186,7 @@ def test_a_step_of_torchs_optimizers_needs_no_call_per_operation(make: Any) -> N
         Part.__torch_dispatch__ = classmethod(lambda *args: calls.append(args) or own(*args))  # type: ignore[assignment]
 
         counts = []
-        for hook in (None, lambda *_: None):  # which may write to views
+        for make, hook in ((sgd, None), (adam, None), (adam, lambda *_: None)):  # which may write to views
             network = model()
             accelerator = Accelerator(strategy="fsdp", max_grad_norm=1.0)
             network, optimizer, loader = accelerator.prepare(network, make(network.parameters()), loader_of(23, 3))
@@ -211,10 +198,10 @@ def test_a_step_of_torchs_optimizers_needs_no_call_per_operation(make: Any) -> N
                 optimizer.step()
                 optimizer.zero_grad()
             counts.append(len(calls))
-        return counts[0], counts[1]
+        return counts
 
-    for without, with_hook in PROCESSES_2.run(body):
-        assert without == 0
+    for *without, with_hook in PROCESSES_2.run(body):
+        assert without == [0, 0]
         assert with_hook > 4
 
 
@@ -236,8 +223,12 @@ def hooked_before() -> nn.Module:
     return network
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("mode", "strategy", "every"),
+    [(THREADS_2, "ddp", 1), (PROCESSES_2, "fsdp", 1), (SOLO, "ddp", 2)]
+    + [(PROCESSES_2, each, 2) for each in ("ddp", "zero1", "fsdp")],
+    ids=str,
+)
 def test_a_linear_hook_of_a_parameter_acts_as_on_one_device(mode: Mode, strategy: str, every: int) -> None:
     def added(accelerator: Any, loader: Any) -> State:
         return train(accelerator, loader, network=hooked_before())
@@ -245,16 +236,10 @@ def test_a_linear_hook_of_a_parameter_acts_as_on_one_device(mode: Mode, strategy
     def removed(accelerator: Any, loader: Any) -> State:
         network = model()
         handle = parameter_of(network).register_hook(halved)
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        later = parameter_of(network).register_hook(halved)
-        for place, batch in enumerate(loader):
-            if place == 2 * (1 if isinstance(accelerator, Plain) else every):
-                handle.remove()
-            straight(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        later.remove()
-        return whole(network)
+        last = 2 * (1 if isinstance(accelerator, Plain) else every) - 1
+        begin = lambda network: parameter_of(network).register_hook(halved)  # noqa: E731
+        after = lambda place, _: place == last and handle.remove()  # noqa: E731
+        return train(accelerator, loader, network=network, begin=begin, after=after)
 
     compare(
         mode,
@@ -264,32 +249,24 @@ def test_a_linear_hook_of_a_parameter_acts_as_on_one_device(mode: Mode, strategy
     )
 
 
-def test_hooks_of_frozen_parameters_wait_for_them_under_fsdp() -> None:
-    def lines(accelerator: Any, loader: Any) -> State:
-        network = hooked_before()
-        parameter_of(network).requires_grad_(False)
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for place, batch in enumerate(loader):
-            parameter_of(network).requires_grad_(place > 0)
-            straight(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
-
-    compare(PROCESSES_2, lines, strategy="fsdp")
+def with_a_frozen_one(accelerator: Any, loader: Any) -> State:
+    """Its hook waits for it."""
+    network = hooked_before()
+    parameter_of(network).requires_grad_(False)
+    after = lambda _, network: parameter_of(network).requires_grad_(True)  # noqa: E731
+    return train(accelerator, loader, network=network, after=after)
 
 
-def test_a_hook_sees_the_gradient_of_a_penalty_too_under_fsdp() -> None:
+def with_a_penalty(accelerator: Any, loader: Any) -> State:
+    """Whose gradient the hook sees, too."""
+
     def learn(accelerator: Any, network: Any, batch: Any) -> None:
         straight(accelerator, network, batch)
         parameter_of(network).pow(2).sum().backward()
 
-    def lines(accelerator: Any, loader: Any) -> State:
-        network = model()
-        parameter_of(network).register_hook(lambda gradient: gradient * 0.5)
-        return train(accelerator, loader, learn, network)
-
-    compare(PROCESSES_2, lines, strategy="fsdp")
+    network = model()
+    parameter_of(network).register_hook(lambda gradient: gradient * 0.5)
+    return train(accelerator, loader, learn, network)
 
 
 def cut(parameter: Any) -> None:
@@ -298,25 +275,16 @@ def cut(parameter: Any) -> None:
     parameter.grad[[0, 3]] = 0
 
 
-def test_a_post_accumulate_hook_gets_the_reduced_gradient_under_fsdp() -> None:
-    def before(accelerator: Any, loader: Any) -> State:
-        network = model()
-        parameter_of(network).register_post_accumulate_grad_hook(cut)
-        return train(accelerator, loader, network=network)
+def reduced_before(accelerator: Any, loader: Any) -> State:
+    network = model()
+    parameter_of(network).register_post_accumulate_grad_hook(cut)
+    return train(accelerator, loader, network=network)
 
-    def after(accelerator: Any, loader: Any) -> State:
-        network = model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        handle = parameter_of(network).register_post_accumulate_grad_hook(cut)
-        for place, batch in enumerate(loader):
-            if place == 2:
-                handle.remove()
-            straight(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
 
-    compare(PROCESSES_2, {"before": before, "after": after}, strategy="fsdp")
+def reduced_after(accelerator: Any, loader: Any) -> State:
+    handles: list[Any] = []
+    begin = lambda network: handles.append(parameter_of(network).register_post_accumulate_grad_hook(cut))  # noqa: E731
+    return train(accelerator, loader, begin=begin, after=lambda place, _: place == 1 and handles.pop().remove())
 
 
 def test_a_post_accumulate_hook_is_refused_where_a_pass_does_not_reduce() -> None:
@@ -332,18 +300,12 @@ def test_a_post_accumulate_hook_is_refused_where_a_pass_does_not_reduce() -> Non
         assert "'0.weight' of the Sequential has a hook by register_post_accumulate_grad_hook" in said
         assert "change the gradient before optimizer.step(), use register_hook" in said
 
-    def changed(accelerator: Any, loader: Any) -> State:  # the first way; the second one is tested above
-        network = model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for batch in loader:
-            straight(accelerator, network, batch)
-            if getattr(accelerator, "sync_gradients", True):
-                cut(parameter_of(network))
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
+    def change(accelerator: Any, network: Any, batch: Any) -> None:  # the first way; the second one is tested above
+        straight(accelerator, network, batch)
+        if getattr(accelerator, "sync_gradients", True):
+            cut(parameter_of(network))
 
-    compare(PROCESSES_2, changed, strategy="fsdp", gradient_accumulation_steps=2)
+    compare(PROCESSES_2, steps(change), strategy="fsdp", gradient_accumulation_steps=2)
 
 
 class Experts(nn.Module):
@@ -384,12 +346,12 @@ def route(accelerator: Any) -> State:
     return whole(network)
 
 
-@pytest.mark.parametrize("chosen", [DDP, ZeRO1, FSDP])
-def test_momentum_and_decay_leave_parameters_alone_that_no_rank_has_used(chosen: Any) -> None:
-    found = PROCESSES_2.run(lambda: route(Accelerator(strategy=chosen(find_unused_parameters=True))))
+def test_momentum_and_decay_leave_parameters_alone_that_no_rank_has_used() -> None:
+    chosen = [each(find_unused_parameters=True) for each in (DDP, ZeRO1, FSDP)]
+    found = PROCESSES_2.run(lambda: [route(Accelerator(strategy=each)) for each in chosen])
     expected = route(Plain())
     for each in found:
-        torch.testing.assert_close(each, expected, **CLOSE)
+        torch.testing.assert_close(each, [expected] * 3, **CLOSE)
     assert torch.equal(expected["spare.weight"], experts().spare.weight)  # which decay would change
 
 
@@ -423,53 +385,19 @@ def test_under_fsdp_unused_or_reordered_parameters_need_no_option() -> None:
         torch.testing.assert_close(found, whole(network), **CLOSE)
 
 
-class Hidden:
-    def __init__(self, outputs: torch.Tensor) -> None:
-        self.outputs = outputs
-
-
-class Hiding(nn.Linear):
-    """Returns an object that is no container of tensors."""
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return Hidden(super().forward(inputs))
-
-
-class Showing(nn.Linear):
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return {"outputs": super().forward(inputs)}
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_under_fsdp_outputs_that_an_object_hides_are_named(every: int) -> None:
-    def body(layer: nn.Module, get: Callable[[Any], torch.Tensor]) -> None:
-        accelerator = Accelerator(strategy="fsdp", gradient_accumulation_steps=every)
-        network, optimizer = accelerator.prepare(layer, sgd(layer.parameters()))
-        for _ in range(2):
-            get(network(torch.ones(2, 3))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    for said in PROCESSES_2.told(lambda: body(Hiding(3, 2), lambda found: found.outputs), RuntimeError):
-        assert "on no tensor that is seen in what it returned (a Hidden)" in said
-        assert "return tensors, also in a tuple, a dict or a dataclass" in said
-    PROCESSES_2.run(lambda: body(Showing(3, 2), lambda found: found["outputs"]))
-
-
 def averages(average: Callable[[dict[str, Any], str, Any], None], clone: Callable[[Any], Any]) -> Any:
     """A loop with an average of the parameters by hand: what it is in the end."""
 
     def lines(accelerator: Any, loader: Any) -> State:
-        network = model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        averaged = {name: clone(each) for name, each in network.named_parameters()}
-        for batch in loader:
-            straight(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for name, each in network.named_parameters():
-                    average(averaged, name, each)
+        averaged: dict[str, Any] = {}
+
+        @torch.no_grad()
+        def after(_: int, network: Any) -> None:
+            for name, each in network.named_parameters():
+                average(averaged, name, each)
+
+        begin = lambda network: averaged.update({n: clone(each) for n, each in network.named_parameters()})  # noqa: E731
+        train(accelerator, loader, begin=begin, after=after)
         return {name: wholly(each) for name, each in averaged.items()}
 
     return lines
@@ -487,13 +415,17 @@ def of_whole(averaged: dict[str, Any], name: str, parameter: Any) -> None:
     averaged[name].mul_(0.9).add_(wholly(parameter), alpha=0.1)
 
 
-def test_averages_by_hand_of_sharded_parameters_are_those_of_one_device() -> None:
+def test_under_fsdp_hooks_and_averages_are_those_of_one_device() -> None:
     clone = lambda each: each.detach().clone()  # noqa: E731
     lines = {
-        "clones": averages(moved, clone),
-        "copies": averages(moved, copy.deepcopy),
-        "sums": averages(summed, clone),
-        "whole": averages(of_whole, wholly),
+        "a hook of a frozen parameter": with_a_frozen_one,
+        "a hook, and a penalty": with_a_penalty,
+        "a post-accumulate hook before prepare": reduced_before,
+        "one after it": reduced_after,
+        "an average of clones": averages(moved, clone),
+        "of copies": averages(moved, copy.deepcopy),
+        "of sums": averages(summed, clone),
+        "of whole tensors": averages(of_whole, wholly),
     }
     compare(PROCESSES_2, lines, strategy="fsdp")
 
@@ -510,27 +442,22 @@ def test_averages_of_what_a_model_was_before_it_was_sharded_say_what_to_do() -> 
         averaged = AveragedModel(network := model())
         averaged.update_parameters(Accelerator(strategy="fsdp").prepare(network))
 
-    for loop in (by_hand, by_torch):
-        for said in PROCESSES_2.told(loop, RuntimeError):
+    def of_shards() -> None:
+        AveragedModel(Accelerator(strategy="fsdp").prepare(model()).module)
+
+    for *both, last in PROCESSES_2.run(lambda: [told(each) for each in (by_hand, by_torch, of_shards)]):
+        for said in both:
             assert "parameter.detach().clone() for an average" in said  # both ways are tested above
             assert "parameter.full_tensor()" in said
-    for said in PROCESSES_2.told(
-        lambda: AveragedModel(Accelerator(strategy="fsdp").prepare(model()).module), TypeError
-    ):
-        assert "copy the model before prepare(), as AveragedModel(model) does, and prepare both" in said
+        assert "copy the model before prepare(), as AveragedModel(model) does, and prepare both" in last
 
 
 def changed(change: Callable[[Any], None]) -> Any:
     def lines(accelerator: Any, loader: Any) -> State:
         torch.manual_seed(1)
         network = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)).double()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        change(getattr(network, "module", network)[1:])
-        for batch in loader:
-            straight(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
+        begin = lambda network: change(getattr(network, "module", network)[1:])  # noqa: E731
+        return train(accelerator, loader, network=network, begin=begin)
 
     return lines
 
@@ -546,12 +473,14 @@ def pruned(network: Any) -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("change", [tied, pruned])
-def test_weights_that_are_tied_or_pruned_after_prepare(mode: Mode, strategy: str, change: Any) -> None:
+def test_weights_that_are_tied_or_pruned_after_prepare(mode: Mode, strategy: str) -> None:
     if strategy != "fsdp":
-        compare(mode, changed(change), strategy=strategy)
+        compare(mode, {"tied": changed(tied), "pruned": changed(pruned)}, strategy=strategy)
         return
-    for said in mode.told(lambda: changed(change)(Accelerator(strategy=strategy), loader_of(23, 3)), RuntimeError):
+    body = lambda: [  # noqa: E731
+        told(lambda each=each: changed(each)(Accelerator(strategy="fsdp"), loader_of(23, 3))) for each in (tied, pruned)
+    ]
+    for said in (each for own in mode.run(body) for each in own):
         assert "is called with another 'weight' of its Linear than the one that was prepared" in said
 
 
@@ -561,13 +490,12 @@ class Layers(nn.Sequential):
 
 
 def test_a_layer_that_is_called_by_itself_says_what_to_do() -> None:
-    def body(way: bool) -> list[int]:
+    def body() -> tuple[str, list[int]]:
         network = Accelerator(strategy="fsdp").prepare(Layers(nn.Linear(4, 6), nn.Linear(6, 2)))
-        if way:
-            network.mark_forward_method("first")
-            return list(network.first(torch.ones(3, 4)).shape)
-        return list(network[0](torch.ones(3, 4)).shape)
+        said = told(lambda: network[0](torch.ones(3, 4)), RuntimeError)
+        network.mark_forward_method("first")
+        return said, list(network.first(torch.ones(3, 4)).shape)
 
-    for said in PROCESSES_2.told(lambda: body(False), RuntimeError):
+    for said, shape in PROCESSES_2.run(body):
         assert "a method of the model calls it, after model.mark_forward_method(name)" in said
-    assert PROCESSES_2.run(lambda: body(True)) == [[3, 6]] * 2
+        assert shape == [3, 6]

@@ -15,7 +15,7 @@ from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin import Plain, State, assert_all_are, compare, loader_of, seeded, sgd, steps, straight, train
+from twin import Plain, State, assert_all_are, loader_of, seeded, sgd, steps, straight, train
 
 from unisono import Accelerator
 from unisono.strategies import DDP, FSDP, ZeRO1
@@ -27,39 +27,37 @@ def wide() -> nn.Module:
     return nn.Sequential(*(seeded(nn.Linear(5, 5).double(), number) for number in range(4)), nn.Linear(5, 2).double())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        DDP(bucket_cap_mb=1e-4),
-        ZeRO1(bucket_cap_mb=1e-4),
-        DDP(gradient_as_bucket_view=True),
-        FSDP(units=(nn.Linear,)),
-        FSDP(units=()),
-        FSDP(offload=True),
-        FSDP(units=(nn.Linear,), reshard_after_forward=False),
-        FSDP(reduce_dtype=torch.float64),
-    ],
-    ids=str,
-)
-def test_what_changes_the_way_only_changes_no_weight(chosen: Any) -> None:
+def test_what_changes_the_way_only_changes_no_weight() -> None:
     def learn(accelerator: Any, network: Any, batch: Any) -> None:
         outputs = network(batch[0])
         accelerator.backward(F.mse_loss(outputs, batch[1].to(outputs.dtype)))
+        with torch.no_grad():  # which leaves no parameters of before the step
+            network(batch[0])
 
-    compare(PROCESSES_2, steps(learn, lambda: seeded(wide())), strategy=chosen)
+    ways = [
+        DDP(bucket_cap_mb=1e-4),
+        ZeRO1(bucket_cap_mb=1e-4),
+        FSDP(units=(nn.Linear,), reshard_after_forward=False),
+        FSDP(units=()),
+        FSDP(offload=True),
+        FSDP(reduce_dtype=torch.float64),
+    ]
+    lines = steps(learn, lambda: seeded(wide()))
+    found = PROCESSES_2.run(lambda: [lines(Accelerator(strategy=each), loader_of(23, 3)) for each in ways])
+    for way, *states in zip(ways, *found, strict=True):
+        print(way)
+        assert_all_are(states, lines(Plain(), loader_of(23, 6)))
 
 
-@pytest.mark.parametrize(("size_mb", "count"), [(25, 1), (1e-4, 5)])  # a layer has 240 bytes, the last one 96
-def test_gradients_travel_in_pieces_of_the_size_that_was_asked_for(size_mb: float, count: int) -> None:
-    def body() -> int:
+def test_gradients_travel_in_pieces_of_the_size_that_was_asked_for() -> None:
+    def body(size_mb: float) -> int:
         accelerator = Accelerator(strategy=DDP(gradient_as_bucket_view=True, bucket_cap_mb=size_mb))
         network = seeded(wide())
         network, _ = accelerator.prepare(network, sgd(network.parameters()))
         accelerator.backward(network(torch.ones(2, 5, dtype=torch.float64)).sum())
         return len({each.grad.untyped_storage().data_ptr() for each in network.parameters()})
 
-    assert PROCESSES_2.run(body) == [count, count]
+    assert PROCESSES_2.run(lambda: [body(25), body(1e-4)]) == [[1, 5]] * 2  # a layer has 240 bytes, the last one 96
 
 
 def clipped_by_one(size: int) -> State:
@@ -70,8 +68,9 @@ def clipped_by_one(size: int) -> State:
     return train(Plain(), loader_of(22, size), clipped, seeded(wide()))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_in_buckets_are_those_of_the_step_and_stay_there(accumulate: int) -> None:
+def test_gradients_in_buckets_are_those_of_the_step_and_stay_there() -> None:
+    accumulate = 2
+
     def body() -> tuple[State, list[int]]:
         accelerator = Accelerator(
             strategy=DDP(gradient_as_bucket_view=True), gradient_accumulation_steps=accumulate, max_grad_norm=0.1
@@ -141,33 +140,32 @@ def test_a_unit_gives_back_after_its_forward_pass_what_it_should(
     assert [len(each) for each in weights] == [of_unit, of_model]
 
 
-@pytest.mark.parametrize("casts", [True, False])
-def test_units_of_fsdp_may_compute_in_a_narrower_type(casts: bool) -> None:
+def test_units_of_fsdp_may_compute_in_a_narrower_type() -> None:
     def body() -> tuple[list[torch.dtype], State]:
         types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float64}
-        accelerator = Accelerator(strategy=FSDP(cast_forward_inputs=casts, **types))
         seen: list[torch.dtype] = []
-        network = seeded(wide()).float()
-        network[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        if not casts:
-            with pytest.raises(RuntimeError, match="same dtype"):
-                network(torch.ones(2, 5))
-        outputs = network(torch.ones(2, 5, dtype=torch.float32 if casts else torch.bfloat16))
-        outputs.sum().backward()
-        optimizer.step()
-        return [*seen, outputs.dtype], accelerator.state_dict(network)
+        for casts in (False, True):
+            accelerator = Accelerator(strategy=FSDP(cast_forward_inputs=casts, **types))
+            network = seeded(wide()).float()
+            network[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+            network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+            if not casts:
+                with pytest.raises(RuntimeError, match="same dtype"):
+                    network(torch.ones(2, 5))
+            outputs = network(torch.ones(2, 5, dtype=torch.float32 if casts else torch.bfloat16))
+            seen.append(outputs.dtype)
+            outputs.sum().backward()
+            optimizer.step()
+        return seen, accelerator.state_dict(network)
 
     (types, state), _ = PROCESSES_2.run(body)
-    assert types == [torch.bfloat16, torch.float64]
+    assert types == [torch.bfloat16, torch.float64] * 2
     assert {each.dtype for each in state.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("mode", "strategy"), [(THREADS_2, DDP), (PROCESSES_2, DDP), (PROCESSES_2, ZeRO1), (PROCESSES_2, FSDP)]
-)
-def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: Mode, strategy: Any) -> None:
-    def body() -> torch.Tensor:
+@pytest.mark.parametrize(("mode", "strategies"), [(THREADS_2, [DDP]), (PROCESSES_2, [DDP, ZeRO1, FSDP])], ids=str)
+def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: Mode, strategies: list[Any]) -> None:
+    def body(strategy: Any) -> torch.Tensor:
         accelerator = Accelerator(strategy=strategy(broadcast_buffers=False))
         network = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(8, 2))
@@ -178,7 +176,8 @@ def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: 
         network(torch.zeros(1, 5, dtype=torch.float64))
         return accelerator.unwrap_model(network)[1].running_mean.clone()
 
-    assert not torch.equal(*mode.run(body))
+    for one, other in zip(*mode.run(lambda: [body(each) for each in strategies]), strict=True):
+        assert not torch.equal(one, other)
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [

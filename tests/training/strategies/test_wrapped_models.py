@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
-import pytest
 import torch
 from modes import PROCESSES_2, told
 from torch import nn
@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from twin import State, model, sgd
 
 from unisono import Accelerator
-
-STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
 
 def wrapped_already() -> dict[str, nn.Module]:
@@ -36,14 +34,13 @@ def wrapped_already() -> dict[str, nn.Module]:
     }
 
 
-@STRATEGIES
-def test_a_wrapped_or_sharded_model_is_refused_asking_for_the_one_inside(strategy: str) -> None:
-    def body() -> dict[str, str]:
+def test_a_wrapped_or_sharded_model_is_refused_asking_for_the_one_inside() -> None:
+    def body(strategy: Any) -> dict[str, str]:
         accelerator = Accelerator(strategy=strategy)
         return {words: told(lambda m=m: accelerator.prepare(m), ValueError) for words, m in wrapped_already().items()}
 
-    for found in PROCESSES_2.run(body):
-        for words, said in found.items():
+    for own in PROCESSES_2.run(lambda: [body(each) for each in ("ddp", "zero1", "fsdp")]):
+        for words, said in (pair for found in own for pair in found.items()):
             assert words in said
             assert "pass the model inside it (its .module)" in said
 

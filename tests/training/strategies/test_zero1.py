@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, Mode
+from modes import PROCESSES_2
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 from twin import CLOSE, Plain, State, assert_all_are, loader_of, mean_loss, model, seeded, sgd
 
 from unisono import Accelerator
-
-PROCESSES_4 = Mode("processes", 4)  # as many as the model has parameters
 
 
 def goes_on_with_its_state(accelerator: Any, loader: DataLoader[Any]) -> tuple[State, Any]:
@@ -39,8 +37,9 @@ def goes_on_with_its_state(accelerator: Any, loader: DataLoader[Any]) -> tuple[S
     return network.state_dict(), stepped
 
 
-@pytest.mark.parametrize("mode", [PROCESSES_2, PROCESSES_4], ids=str)
-def test_an_optimizer_keeps_its_state_and_each_rank_holds_its_part(mode: Mode) -> None:
+def test_an_optimizer_keeps_its_state_and_each_rank_holds_its_part() -> None:
+    mode = PROCESSES_2
+
     def body() -> tuple[State, int, list[Any]]:
         state, optimizer = goes_on_with_its_state(Accelerator(strategy="zero1", schedule_unit="step"), loader_of(23, 3))
         return state, len(optimizer.optim.state), [without_parameters(group) for group in optimizer.param_groups]
