@@ -143,7 +143,7 @@ def test_the_callers_thread_count_is_kept_and_replicas_share_the_cores():
         (torch.enable_grad, []),
         *((lambda: torch.autocast(FAMILY, torch.bfloat16), each) for each in (TWO, [])),
     ],
-    ids=str,
+    ids=["no_grad", "inference", "none", "autocast", "autocast-none"],
 )
 def test_replicas_run_each_call_under_the_callers_grad_mode_and_autocast(mode, devices):
     if mode is torch.inference_mode and FAMILY == "xla":

@@ -338,7 +338,7 @@ def change(mode: Mode, how: Callable[[nn.Module], None], steps: int, at: int, sa
         (THREADS_2, add_noise, "0.bias"),
         (PROCESSES_2, write_data, "2.bias"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_parameters_changed_on_one_rank_or_by_its_own_numbers_are_named(mode, how, name):
     said = set(change(mode, how, steps=5, at=2))  # compared at steps 1, 2 and 4; threads share a logger
