@@ -167,7 +167,7 @@ def test_an_order_of_completion_is_refused_and_an_order_of_input_is_dealt():
         loader = DeviceLoader(loader)
         return [number for batch in loader for number in batch[: loader.valid_samples].tolist()]
 
-    with pytest.raises(ValueError, match=r"order in which its 2 threads complete .* pass output_order='input'"):
+    with pytest.raises(ValueError, match=r"as soon as one of its 2 threads completes .* pass output_order='input'"):
         PROCESSES_2.run(lambda: body("completion"))
     assert sorted(itertools.chain(*PROCESSES_2.run(lambda: body("input")))) == list(range(COUNT))
 

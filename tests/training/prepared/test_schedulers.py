@@ -375,5 +375,5 @@ def test_an_unprepared_scheduler_is_named_where_one_device_would_differ(mode, op
 
     told = mode.run(body)[0]  # threads hear each other
     is_wrong = place == "after each batch" and (mode.ranks > 1 or options) and not options.get("split_batches")
-    expected = "on every microbatch, 2 of" if "gradient_accumulation_steps" in options else "once in a step of"
+    expected = "on every microbatch, though 2" if "gradient_accumulation_steps" in options else "once in a step of"
     assert told.count(f"a scheduler of the SGD was not prepared: it advances {expected}") == bool(is_wrong)
