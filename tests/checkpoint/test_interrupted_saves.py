@@ -18,13 +18,14 @@ import pytest
 import torch
 from faults import files_of_at_most, in_child
 from file_faults import PowerCuts, at_each_operation, count_operations, end_save, fail_at, kill_at, write_tree
+from modes import PROCESSES_2
 from torch import nn
 
 from unisono import Accelerator, spawn
 from unisono.checkpoint import saver
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
 from unisono.comm.outcome import Outcome
-from unisono.errors import CheckpointError, NoCheckpointError
+from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 
 
 class Counted:
@@ -259,6 +260,27 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
             with pytest.raises(CheckpointError, match=f"checkpoint_{number}.*{file}"):
                 loaded(tmp_path / f"checkpoint_{number}")
             save_numbered(tmp_path, number, keep=2)
+
+
+def test_where_none_is_intact_the_way_out_begins_anew(tmp_path: Path) -> None:
+    save(tmp_path / "one", counted=Counted())
+    (path,) = (tmp_path / "one").rglob("state.pt")
+    damage(path, random.Random(1), "flip")
+    told = "another CRC-32; load another checkpoint, or a copy; to begin without one, move it away, and pass must_exist"
+    for must_exist in (True, False):
+        with pytest.raises(DamagedCheckpointError, match=told):
+            load(tmp_path / "one", must_exist=must_exist, counted=Counted())
+    (tmp_path / "one").rename(tmp_path / "away")
+    assert load(tmp_path / "one", must_exist=False, counted=Counted()) is None
+
+
+def test_a_missing_one_is_one_error_on_each_rank(tmp_path: Path) -> None:
+    def body() -> bool:
+        with pytest.raises(NoCheckpointError) as caught:
+            load(tmp_path / "none", counted=Counted())
+        return caught.value.__cause__ is None
+
+    assert PROCESSES_2.run(body) == [True, True]
 
 
 def test_of_two_saves_at_once_one_is_whole_and_one_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

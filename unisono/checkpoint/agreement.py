@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.comm.outcome import Outcome
+from unisono.comm.outcome import Outcome, traceback_of
+from unisono.comm.stacks import fold_frames, frames_of
 from unisono.world import World
 
 
@@ -30,7 +31,11 @@ def encode_error(error: BaseException | None) -> bytes | None:
 def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
     """Raise, on all ranks, an error that one has reported; on that rank, the original error."""
     for each in filter(None, failed):
-        Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
+        outcome = Outcome.failure(own) if own is not None else Outcome.from_bytes(each)
+        # A cause with our frames alone would be shown as two headings.
+        if own is None and outcome.error is not None and not frames_of(fold_frames(traceback_of(outcome.error))):
+            outcome.error.__cause__ = None
+        outcome.unwrap()
 
 
 def raise_together(own: BaseException | None, world: World) -> None:

@@ -18,7 +18,7 @@ from unisono.checkpoint.directory import Manifest
 from unisono.checkpoint.folders import Location
 from unisono.checkpoint.generators import restore_generators
 from unisono.checkpoint.objects import Objects, check_fit, load_kept, meet, restore
-from unisono.errors import CheckpointMismatchError, NoCheckpointError
+from unisono.errors import CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
 from unisono.loading.loader_options import Dealt
 from unisono.world import World
 
@@ -107,8 +107,13 @@ def _find(find: Callable[[], Contents], must_exist: bool) -> Contents | None:
         return find()
     except NoCheckpointError as error:
         if must_exist:
-            raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
+            raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from None
         return None
+    except DamagedCheckpointError as error:  # must_exist=False does not begin anew: the run's progress would be lost
+        raise DamagedCheckpointError(
+            f"{error}; load another checkpoint, or a copy; to begin without one, move it away, and pass "
+            "must_exist=False"
+        ) from None
 
 
 def _checked_states(

@@ -77,8 +77,8 @@ class Policy:
         is_counted: whether the number of microbatches ends a step.
         parts: with virtual ranks their number: a step is a round, and a microbatch the part of one; otherwise 0.
         joins: whether losses of several loops may be one microbatch.
-        sure: what an event leads to in a state, whatever else holds.
-        rules: what it leads to otherwise: the first whose condition holds.
+        sure: of `rules`, those whose first has no condition, since each pass looks them up.
+        rules: what an event leads to in a state: the first whose condition holds.
     """
 
     is_mean = is_counted = joins = True

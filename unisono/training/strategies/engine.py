@@ -48,8 +48,8 @@ class Engine:
     A strategy of another package may override these methods. But for `run`, all ranks call them in the same order.
 
     - `run`, the forward pass. It returns what the module returns.
-    - `add_up(flat)`, the reduction of a bucket. The vector becomes, in place, its sum over the ranks, the same bits on
-      all of them. It holds gradients that are multiplied by the rank's weight already.
+    - `add_up(flat)`, the reduction of a bucket. Write the sum over the ranks into `flat`, the same bits on all of them;
+      what is returned is ignored. It holds gradients that are multiplied by the rank's weight already.
     - `reduce_late(parameters)`, the reduction of all that `with_gradients()` returns, or of those that are given. Each
       `.grad` becomes the sum over the ranks of `steps.factor() * grad`. None counts as zeros, and so does what is
       multiplied by a factor of 0, NaN included.
