@@ -259,7 +259,6 @@ def assigned(accelerator: Any, network: Any, batch: Any) -> None:
         each.grad = gradient
 
 
-@pytest.mark.any_family
 @pytest.mark.parametrize("samples", [23, 26])  # of four ranks, two have none of the last two
 def test_all_ranks_train_what_one_device_would_however_samples_fall(mode: Mode, samples: int) -> None:
     lines = {name: steps(make=make) for name, make in MODELS.items()}
