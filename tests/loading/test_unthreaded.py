@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.loading import unthreaded as reading
+from unisono.loading.pipeline import UNKNOWN
 from unisono.world import solo_world, thread_worlds
 
 
@@ -74,27 +76,39 @@ def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own)
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [
-        ([(6_000_000, reading.UNKNOWN)], True),  # reading, and the step before it, in nanoseconds
+        ([(6_000_000, UNKNOWN)], True),  # reading, and the step before it, in nanoseconds
         ([(6_000_000, 900_000)], False),  # as the last pass says: it may be that a large batch is freed
         ([(6_000_000, 1_200_000)], True),
-        ([(2_000_000, reading.UNKNOWN)], False),  # it may be so only because it is the first
-        ([(2_000_000, reading.UNKNOWN), (150_000, 500_000)], True),
-        ([(2_000_000, reading.UNKNOWN), *[(2_000_000, 50_000)] * 20], False),
-        ([(900_000, reading.UNKNOWN), (900_000, 500_000), (900_000, 500_000)], True),
-        ([(900_000, reading.UNKNOWN), *[(900_000, 50_000)] * 20], False),  # nothing to read beside
-        ([(50_000, reading.UNKNOWN), *[(50_000, 9_000_000)] * 20], False),
-        ([(900_000, reading.UNKNOWN), (900_000, 500_000), (50_000, 500_000), (900_000, 500_000)], False),
+        ([(2_000_000, UNKNOWN)], False),  # it may be so only because it is the first
+        ([(2_000_000, UNKNOWN), (150_000, 500_000)], True),
+        ([(2_000_000, UNKNOWN), *[(2_000_000, 50_000)] * 20], False),
+        ([(900_000, UNKNOWN), (900_000, 500_000), (900_000, 500_000)], True),
+        ([(900_000, UNKNOWN), *[(900_000, 50_000)] * 20], False),  # nothing to read beside
+        ([(50_000, UNKNOWN), *[(50_000, 9_000_000)] * 20], False),
+        ([(900_000, UNKNOWN), (900_000, 500_000), (50_000, 500_000), (900_000, 500_000)], False),
     ],
 )
 def test_the_reader_takes_over_when_batches_and_steps_outweigh_a_thread(costs, expected):
-    loop = reading.Unthreaded(None, iter(()), reading.Pace())
+    loop = reading.Unthreaded(None, iter(()))
     assert [loop._is_slow(*each) for each in costs][-1] is expected
 
 
-def test_a_pass_begins_with_the_shortest_step_of_the_last():
-    pace = reading.Pace()
-    assert [pace.note(*each) for each in [(0, 5), (10, 40), (50, 60), (70, 100)]] == [reading.UNKNOWN, 30, 10, 30]
-    assert [pace.note(*each) for each in [(0, 200), (210, 230), (0, 300)]] == [10, 20, 20]
+@pytest.mark.parametrize("waits", [0.0, 0.03], ids=["short", "long"])
+def test_a_pass_judges_by_the_shortest_step_of_the_last(monkeypatch, waits):
+    """The time of a step is that of the loop's body: not of the reading, nor of what the loader does for the batch."""
+    monkeypatch.setattr(reading, "SWITCH_NS", 15_000_000)
+
+    class Slow(Threads):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.02)
+            return super().__getitem__(index)
+
+    loader, readers = DeviceLoader(DataLoader(Slow(2))), []
+    for _ in range(2):
+        for (thread,) in loader:
+            readers.append(int(thread))
+            time.sleep(waits)
+    assert [each == threading.get_ident() for each in readers] == [True, False, True, waits == 0.0]
 
 
 @pytest.mark.parametrize("collate_fn", [None, torch.tensor])

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class DeviceIterator:
         self._ahead = deque[Outcome[Delivery]]()  # received to know whether the loop ends
         self._failure: str | None = None  # of a loop that an error has ended
         self._claim = Claim(0, None)
+        self._entered = 0  # when the loop's body was, less what it has read since
         self._lane = lane  # after all that `__del__` needs, which checks for it: an interrupt may end `__init__` early
 
     def __iter__(self) -> DeviceIterator:
@@ -112,6 +114,7 @@ class DeviceIterator:
         if loop is None or received is None or loop.track is not track:
             loop, received = self._begin_loop(track)
         else:
+            lane.pace.note(perf_counter_ns() - self._entered)
             self._deliveries.note_draw(received, self)
             track.switch(FETCH)
             if self._balance is not None:
@@ -139,6 +142,7 @@ class DeviceIterator:
         own = weakref.ref(self)
         received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own), partial(_tail, own))
         self._loop, self._received = LoopTiming(track), received
+        self._lane.pace.begin()
         self._deliveries.lone_steps.follow(self._num_begun)
         self._deliveries.note_draw(received, self)
         return self._loop, received
@@ -188,6 +192,7 @@ class DeviceIterator:
         track.count_wait(waits, lane.is_direct)
         if self._tuner is not None:
             self._tuner.note(track.since, waits.source + (waits.transfer if lane.is_direct else 0))
+        self._entered = track.since
 
     def _next_delivery(self, received: Loop) -> Delivery:
         """What is delivered next: no batch of a witness where the loop trains nothing, or other loops beside it have
@@ -226,6 +231,7 @@ class DeviceIterator:
             return True
         while not self._ahead or _is_failed(self._ahead[-1]):
             # The loop goes on with the random numbers of its batch.
+            began = perf_counter_ns()
             with self._loop.track.span(FETCH), seeded(0) if self.num_virtual is not None else nullcontext():
                 try:
                     # Kept for the next `__next__`: the loop is still at the batch before it.
@@ -235,6 +241,7 @@ class DeviceIterator:
                     self._ahead.append(Outcome.failure(end.with_traceback(None)))
                 except Exception as error:
                     self._ahead.append(Outcome.failure(error))
+            self._entered += perf_counter_ns() - began
         return isinstance(self._ahead[-1].error, EndOfChannel)
 
     @property

@@ -36,14 +36,14 @@ from unisono.loading.device_iterator import DeviceIterator
 from unisono.loading.indexed import IndexedSource
 from unisono.loading.loader_options import NO_COPY, Dealt, LoaderOptions, check_num_workers, make_rule
 from unisono.loading.lockstep import Lockstep
-from unisono.loading.pipeline import Delivery, Lane, Pipeline
+from unisono.loading.pipeline import Delivery, Lane, Pace, Pipeline
 from unisono.loading.registry import check_order, source_of, warn_of_repetition
 from unisono.loading.sharding import Rule
 from unisono.loading.sources import Begun, Progress, State, one_by_one
 from unisono.loading.stream_parts import loader_behind
 from unisono.loading.streams import StreamSource
 from unisono.loading.tuning import Tuner
-from unisono.loading.unthreaded import Pace, Unthreaded
+from unisono.loading.unthreaded import Unthreaded
 from unisono.report.timeline import LoopPlace
 from unisono.world import World, current_world
 
@@ -168,6 +168,7 @@ class ParallelLoader(Dealt):
         for place, (backend, device) in enumerate(self._devices):
             lane = Lane(self._pipeline, device, backend, self._loop_world(place).timeline)
             self._pipeline.lanes.append(lane)
+        self._pipeline.lanes[0].pace = self._pace
         self._starting = threading.Lock()
         self._begun: Begun | None = None
         self._receivers: list[Callable[[], Delivery]] = []  # of a pass that has begun
@@ -269,7 +270,7 @@ class ParallelLoader(Dealt):
         must_stay = not self._prefetch or (rule.virtual is not None and reads_here)
         if must_stay or may_stay:
             read_ahead = None if must_stay else pipeline.start
-            self._receivers = [Unthreaded(lane, begun.pieces, self._pace, read_ahead, has_workers).receive]
+            self._receivers = [Unthreaded(lane, begun.pieces, read_ahead, has_workers).receive]
             return
         pipeline.start(begun.pieces)
         if self._source.is_uneven:

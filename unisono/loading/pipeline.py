@@ -41,6 +41,7 @@ from unisono.loading.sources import Progress
 from unisono.protocols import Backend
 from unisono.report.timeline import MOVE, Timeline, Waits, waits_of
 
+UNKNOWN = 2**62  # a step that was not seen
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
 
 _started: WeakSet[Pipeline] = WeakSet()
@@ -88,6 +89,22 @@ class Delivery(NamedTuple):
 _delivery = partial(tuple.__new__, Delivery)  # without a Python call
 
 
+class Pace:
+    """How long the steps of a loop take, in nanoseconds: the `last`, and the shortest of a pass, by which the next pass
+    judges before it has had a step itself."""
+
+    def __init__(self) -> None:
+        self.last = self._shortest = UNKNOWN
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.last, self._shortest = self._shortest, UNKNOWN
+
+    def note(self, step: int) -> None:
+        """A step has ended."""
+        self.last, self._shortest = step, min(step, self._shortest)
+
+
 class Lane:
     """The path of the batches to one device: `sent` were put into the `entry`, `received` were taken out. `is_direct`:
     nothing has to be moved, or the loop does it, so that the reader delivers batches itself.
@@ -98,7 +115,7 @@ class Lane:
 
     def __init__(self, pipeline: Pipeline, device: torch.device, backend: Backend, timeline: Timeline) -> None:
         self.device, self.backend, self.timeline = device, backend, timeline
-        self.progress = Progress()
+        self.progress, self.pace = Progress(), Pace()
         self.sent = self.received = 0
         self._pipeline = pipeline
         self.is_direct = not backend.moves_in_background or backend.moves_in_loop

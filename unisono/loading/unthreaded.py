@@ -16,23 +16,7 @@ from unisono.loading.sharding import IN_ROUND, Piece
 
 SWITCH_NS = 100_000  # a change of thread
 LONG_NS = 10 * SWITCH_NS
-UNKNOWN = 2**62  # a step that was not seen
 _FEW, _MANY = 3, 8  # slow batches at the beginning of a loop after which the reader takes over; more later
-
-
-class Pace:
-    """`step`: the shortest of a pass, in nanoseconds; the next pass judges by it before it has had a step itself."""
-
-    def __init__(self) -> None:
-        self.step = UNKNOWN
-
-    def note(self, delivered_at: int, now: int) -> int:
-        """Return how long the step took that ended now; before the first one of a pass, what the last pass noted."""
-        if not delivered_at:
-            step, self.step = self.step, UNKNOWN
-        elif (step := now - delivered_at) < self.step:
-            self.step = step
-        return step
 
 
 class Unthreaded:
@@ -48,7 +32,6 @@ class Unthreaded:
         self,
         lane: Lane,
         source: Iterator[list[Piece]],
-        pace: Pace,
         read_ahead: Callable[[Iterator[list[Piece]]], None] | None = None,
         has_workers: Callable[[], bool] | None = None,
     ) -> None:
@@ -60,16 +43,11 @@ class Unthreaded:
         self._has_workers = has_workers
         self._is_ahead = False
         self._slow = 0  # rises by slow batches, falls by others: a few that were interrupted decide nothing
-        self._pace = pace
-        self._delivered_at = 0
 
     def receive(self) -> Delivery:
         """Return the next batch; as `Lane.receive`."""
         if self._is_ahead:
-            self._pace.note(self._delivered_at, perf_counter_ns())
-            delivery = self._lane.receive()
-            self._delivered_at = perf_counter_ns()
-            return delivery
+            return self._lane.receive()
         if self._lane.outbox.is_cancelled and self._end is None:
             # Frees the dataset and its workers: `close` cannot, since this thread may be reading.
             self._source = iter(())
@@ -100,13 +78,12 @@ class Unthreaded:
             raise EndOfChannel
         (piece,) = pieces
         batch, claim, position, draw = piece
-        computing = self._pace.note(self._delivered_at, began)
-        self._delivered_at = now = perf_counter_ns()
+        now = perf_counter_ns()
         stamps = HERE if lane.is_direct else Stamps(0, now, now)
         lane.sent += 1
         lane.received += 1
         moved = lane.move(batch, None, claim, position, stamps, draw)
-        if self._is_slow(now - began, computing) and self._read_ahead:
+        if self._is_slow(now - began, lane.pace.last) and self._read_ahead:
             source, self._source = self._source, iter(())
             try:
                 self._read_ahead(source)
