@@ -43,10 +43,6 @@ class Options:
     name: ClassVar[str]
     strategy: ClassVar[str | type[Strategy]]
 
-    def __init_subclass__(cls) -> None:
-        if not (hasattr(cls, "name") and hasattr(cls, "strategy")):
-            raise TypeError(f"{cls.__qualname__} lacks what names it; give the class a name and a strategy")
-
     @classmethod
     def exact(cls) -> Self:
         """The options with which it trains what one device trains: those that the contract tests."""

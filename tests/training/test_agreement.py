@@ -350,6 +350,21 @@ def test_parameters_changed_on_one_rank_or_by_its_own_numbers_are_named(mode, ho
     assert "or on one rank before unisono.broadcast_parameters(model), which all ranks call" in text
 
 
+def test_gradients_changed_by_a_ranks_own_numbers_are_an_error():
+    def body() -> None:
+        accelerator = Accelerator()
+        prepared, optimizer = accelerator.prepare(network := model(), torch.optim.SGD(network.parameters(), lr=0.1))
+        for batch in accelerator.prepare(DataLoader(torch.ones(8, 5), batch_size=2)):
+            prepared(batch).square().sum().backward()
+            network[0].bias.grad.add_(rank())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for said in THREADS_2.told(body):
+        assert "the parameter '0.bias' of the Sequential is float32[4] with bits" in said
+        assert "after step 1, and its gradients differ. What changes .grad before a step must do so on every" in said
+
+
 @pytest.mark.parametrize("how", [clamp, write_for_an_evaluation, write_on_one_rank_and_broadcast])
 def test_nothing_is_said_of_parameters_that_are_changed_alike(how):
     assert not change(THREADS_2, how, steps=5, at=2)

@@ -146,36 +146,43 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
         if not isinstance(part, BatchNorm)
         for name, buffer in part.named_buffers(recurse=False)
     }
-    _warn_of_difference(
-        named,
-        world,
-        f"{{}} of the {type(module).__name__} is {{}} after a step: forward() updates it from each rank's own data, "
-        "and rank zero's replaces the others'; reduce what updates it (unisono.all_reduce), or keep each rank's by the "
-        "strategy's broadcast_buffers=False, such as strategy=unisono.strategies.DDP(broadcast_buffers=False)",
-    )
-
-
-def warn_of_unequal_parameters(module: nn.Module, step: int, world: World) -> bool:
-    """Warn on rank zero if the ranks' trained parameters differ after that step; return whether they do. A
-    collective."""
-    named = {f"the parameter {name!r}": each for name, each in module.named_parameters() if each.requires_grad}
-    return _warn_of_difference(
-        named,
-        world,
-        f"the ranks train different models: {{}} of the {type(module).__name__} is {{}} after step {step}; what "
-        "changes parameters beside an optimizer must do so on every rank, by the same numbers, or on one rank before "
-        "unisono.broadcast_parameters(model), which all ranks call; unisono.check_replicas(model) after each step "
-        "names the first step",
-    )
-
-
-def _warn_of_difference(named: Mapping[str, torch.Tensor], world: World, text: str) -> bool:
-    """Warn on rank zero if the ranks differ, and return whether they do. The text has places for the name of the first
-    tensor, and for who holds what. A collective."""
     found = _first_difference(named, world) if named else None
     if found is not None and world.rank == 0:
-        logger.warning(text.format(*found))
-    return found is not None
+        logger.warning(
+            f"{found[0]} of the {type(module).__name__} is {found[1]} after a step: forward() updates it from each "
+            "rank's own data, and rank zero's replaces the others'; reduce what updates it (unisono.all_reduce), or "
+            "keep each rank's by the strategy's broadcast_buffers=False, such as "
+            "strategy=unisono.strategies.DDP(broadcast_buffers=False)"
+        )
+
+
+def find_unequal_parameters(module: nn.Module, step: int, world: World) -> bool:
+    """Whether the ranks' trained parameters differ after that step, of which rank zero warns. A collective.
+
+    Raises:
+        RuntimeError: the step's gradients differed, too.
+    """
+    named = {f"the parameter {name!r}": each for name, each in module.named_parameters() if each.requires_grad}
+    found = _first_difference(named, world) if named else None
+    if found is None:
+        return False
+    name, model, gradient = found[0], type(module).__name__, named[found[0]].grad
+    bits = None if gradient is None else int(fingerprint(readable([gradient], world)))
+    if len(set(world.comm.all_gather_object(bits))) > 1:
+        raise RuntimeError(
+            f"the ranks train different models: {name} of the {model} is {found[1]} after step {step}, and its "
+            "gradients differ. What changes .grad before a step must do so on every rank, by the same numbers; and the "
+            "engine of a strategy leaves the sum over the ranks in it, the same bits on all of them (see add_up in "
+            "unisono.strategies.Engine)"
+        )
+    if world.rank == 0:
+        logger.warning(
+            f"the ranks train different models: {name} of the {model} is {found[1]} after step {step}; what changes "
+            "parameters beside an optimizer must do so on every rank, by the same numbers, or on one rank before "
+            "unisono.broadcast_parameters(model), which all ranks call; unisono.check_replicas(model) after each step "
+            "names the first step"
+        )
+    return True
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:

@@ -6,13 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from modes import PROCESSES_2, THREADS_2, Mode
 from packages import install, run_installed
+from torch.utils.data import DataLoader
 
 from unisono import Accelerator
-from unisono.strategies import Options
+from unisono.strategies import Engine, Options, Strategy
 from unisono.training.strategies import lookup
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -47,6 +51,48 @@ print([name for name, _ in wide])
 def test_two_processes_train_by_it(tmp_path: Path) -> None:
     done = run_installed(SCRIPT, tmp_path, "wide", WIDE, f"{ENTRIES}wide = wide:Wide\n")
     assert done.stdout == "['WideEngine', 'WideEngine']\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_brings_one_of_its_own() -> None:
+    script = WIDE + SCRIPT.replace('("wide", "ddp")', '(Wide(), "ddp")')
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "['WideEngine', 'WideEngine']\n", done.stderr
+
+
+class Unreduced(Engine):
+    def add_up(self, flat: torch.Tensor) -> None:
+        pass
+
+
+class NoReduction(Strategy):
+    def engine_of(self, module: torch.nn.Module) -> Engine:
+        return Unreduced(module, self.world, self.steps)
+
+
+@dataclass(frozen=True)
+class Nothing(Options):
+    name = "nothing"
+    strategy = NoReduction
+
+
+def unreduced_step() -> None:
+    accelerator, model = Accelerator(strategy=Nothing()), torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
+    rows = DataLoader(torch.arange(8.0).view(8, 1), 2)
+    model, optimizer, rows = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), rows)
+    for x in rows:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_one_that_reduces_nothing_is_an_error_at_the_first_step(mode: Mode) -> None:
+    for said in mode.told(unreduced_step):
+        assert "the ranks train different models: the parameter 'weight' of the Linear is float32[1, 1]" in said
+        assert "after step 1, and its gradients differ" in said
+        assert "the engine of a strategy leaves the sum over the ranks in it" in said
 
 
 @pytest.mark.slow
@@ -114,10 +160,11 @@ assert all(each.__doc__ for each in (Engine, Strategy, Options, buckets))
 
 
 def test_options_without_a_name_or_a_strategy_are_refused() -> None:
-    with pytest.raises(TypeError, match="Nameless lacks what names it; give the class a name and a strategy"):
+    class Nameless(Options):
+        strategy = "nowhere:Nothing"
 
-        class Nameless(Options):
-            strategy = "nowhere:Nothing"
+    with pytest.raises(TypeError, match="Nameless lacks what names it; give the class a name and a strategy"):
+        Accelerator(strategy=Nameless())
 
 
 def test_each_own_strategy_is_where_its_options_say() -> None:

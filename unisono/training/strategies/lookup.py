@@ -37,6 +37,9 @@ def options_of(strategy: Any) -> Options:
         ImportError: its package is not installed, or cannot be loaded.
     """
     if isinstance(strategy, Options):
+        # Not when the class is made: a class of `__main__` is sent to the workers, and has no attributes at first.
+        if not (hasattr(strategy, "name") and hasattr(strategy, "strategy")):
+            raise TypeError(f"{type(strategy).__qualname__} lacks what names it; give the class a name and a strategy")
         return strategy
     check_type(strategy, "strategy", "pass a name, or options such as unisono.strategies.DDP()", str)
     if strategy in OWN:

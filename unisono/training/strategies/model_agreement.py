@@ -14,10 +14,10 @@ from unisono.report.timeline import REDUCE
 from unisono.training.agreement import (
     broadcast_together,
     check_agreement,
+    find_unequal_parameters,
     fingerprint,
     readable,
     warn_of_unequal_buffers,
-    warn_of_unequal_parameters,
 )
 from unisono.training.steps import Steps
 from unisono.training.strategies.held import Members
@@ -83,7 +83,7 @@ class ModelAgreement:
         changed by something else than the step. A collective."""
         if not (self._is_apart or self._world.backend.is_lazy):
             with self._world.timeline.loop().span(REDUCE):
-                self._is_apart = warn_of_unequal_parameters(self._module, self._steps.step.number, self._world)
+                self._is_apart = find_unequal_parameters(self._module, self._steps.step.number, self._world)
 
     def count_step(self) -> bool:
         """Count a step. Returns whether the ranks are to be compared at it: it costs a pass over the parameters."""
