@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from modes import PROCESSES_2, on, told
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from unisono import Accelerator, Accuracy, DeviceLoader, Mean, Virtual, current_world
 from unisono.batches.virtual_ranks import Tree, VirtualRanks, fold_over_ranks, sums_of
@@ -498,8 +498,20 @@ def test_a_stream_is_refused() -> None:
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter(torch.ones(6, 1))
 
-    with pytest.raises(ValueError, match="use a map-style dataset"):
+    with pytest.raises(ValueError, match="a stream has none: Stream is an IterableDataset; use a map-style"):
         Accelerator(virtual_ranks=2).prepare(DataLoader(Stream(), 1))
+
+
+def test_data_that_are_divided_already_are_refused() -> None:
+    def body() -> None:
+        rows = torch.arange(8.0)
+        cut = DistributedSampler(rows, num_replicas=2, rank=current_world().rank)  # type: ignore[arg-type]
+        accelerator = Accelerator(virtual_ranks=2)
+        accelerator.prepare(DataLoader(rows, sampler=cut))  # type: ignore[arg-type]
+
+    for said in PROCESSES_2.told(body):
+        assert "deals out the batches of all ranks, and this loader gives each rank its own part" in said
+        assert "leave the sharding to this loader (shuffle=True in place of a DistributedSampler)" in said
 
 
 @pytest.mark.parametrize("name", ["save_state", "save_model", "digest"])

@@ -73,19 +73,24 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
         )
     drops = getattr(getattr(loader, "batch_sampler", None), "drop_last", False)
     tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
-    if is_cut and ranks > 1:
-        return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
     if (given_ranks := options.get("virtual_ranks")) is not None:
         carried, virtual = VirtualRanks.carried_by(world.rank, ranks, given_ranks), virtual_of(given_ranks)
         count = virtual.count
         if lanes > 1:
             raise ValueError(f"virtual_ranks={count}: a process has one device for all that it carries, not {lanes}")
-        if is_cut or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        if isinstance(dataset := getattr(loader, "dataset", None), IterableDataset):
             raise ValueError(
-                f"virtual_ranks={count} deals out batches of a known order, and this loader gives each rank "
-                "its own part; use a map-style dataset, and leave the sharding to this loader"
+                f"virtual_ranks={count} deals out batches by their samples' indices, and a stream has none: "
+                f"{type(dataset).__name__} is an IterableDataset; use a map-style dataset, with __len__ and __getitem__"
+            )
+        if is_cut:
+            raise ValueError(
+                f"virtual_ranks={count} deals out the batches of all ranks, and this loader gives each rank its own "
+                "part; leave the sharding to this loader (shuffle=True in place of a DistributedSampler)"
             )
         rule = Rule(count, carried.own, split, tail, is_fixed, is_compared=given is None, virtual=carried)
         return replace(rule, witness_every=virtual.witness_every)
+    if is_cut and ranks > 1:
+        return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
     return Rule(ranks * lanes, kept, split, tail, is_fixed, bool(is_cut), is_compared=given is None)
