@@ -22,7 +22,7 @@ from unisono.building_blocks import PreparedModel, explain_unknown_names, leaves
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, asked_device, joined_world
 from unisono.compat.accelerate.tracking import GeneralTracker, LibraryTracker
-from unisono.compat.accelerate.utils import other
+from unisono.compat.accelerate.utils import operations, other
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -244,7 +244,7 @@ class Accelerator(Native):
 
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]
         """Like the native one; tensors that require grad are gathered as values."""
-        return other.gather(tensor, self.world)
+        return operations.gather(tensor, self.world)
 
     def gather_for_metrics(  # type: ignore[override]
         self, input_data: Any, use_gather_object: bool = False
@@ -262,11 +262,11 @@ class Accelerator(Native):
             if self.is_main_process and not self._has_warned:
                 logger.warning("gather_for_metrics takes all rows of its input: %s", str(error))
                 self._has_warned = True
-            return other.gather(input_data, self.world)
+            return operations.gather(input_data, self.world)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Like the native one, but the default is the sum."""
-        return other.reduce(tensor, reduction, scale, self.world)
+        return operations.reduce(tensor, reduction, scale, self.world)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Like the native one."""

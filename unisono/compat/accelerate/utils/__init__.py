@@ -8,11 +8,12 @@ import sys
 from unisono.compat.accelerate.utils import other as _other
 from unisono.compat.accelerate.utils.dataclasses import *
 from unisono.compat.accelerate.utils.environment import *
+from unisono.compat.accelerate.utils.operations import *
 from unisono.compat.accelerate.utils.other import *
 from unisono.compat.left_out import left_out
 
 # Modules there, whose names are all in `other`.
-_MODULES = [f"utils.{name}" for name in ("imports", "memory", "operations", "random", "tqdm", "versions")]
+_MODULES = [f"utils.{name}" for name in ("imports", "memory", "random", "tqdm", "versions")]
 for _name in (*_MODULES, "big_modeling", "launchers", "memory_utils"):
     sys.modules[f"unisono.compat.accelerate.{_name}"] = _other
 
