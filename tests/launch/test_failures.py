@@ -125,6 +125,11 @@ def test_a_rank_that_ends_without_a_result_has_died(death, capfd, soon):
     output, errors = capfd.readouterr()
     assert output == "a line before the end\nanother\n"
     assert ("Fatal Python error" in errors) == (death in ("SIGABRT", "SIGSEGV"))
+    if death == "SIGSEGV":
+        (last,) = (note for note in caught.value.__notes__ if note.startswith("the last lines of rank 1 on stderr:"))
+        kind, *stack = last.splitlines()[1:]
+        assert kind == "  Fatal Python error: Segmentation fault"
+        assert [line.rpartition(" in ")[2] for line in stack] == ["string_at", "<lambda>", "work"]
     if "sys.exit" in death:
         assert "SystemExit" in str(caught.value.__cause__)
 

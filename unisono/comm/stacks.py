@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType
@@ -23,6 +24,8 @@ from unisono.torch_private import WRAPPING_FRAMES
 TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a process for its stacks, also inside C++; USR2 is the user's
 PACKAGE = f"{Path(__file__).parent.parent}/"
 
+_SHOWN = 12  # lines of a stack
+_CALLERS = ("/unisono/comm/preemption.py", "/unisono/launch/worker.py")  # of the user's function
 _ANSWER = "unisono-stack"  # the name of the memory that a process writes its stacks into
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
@@ -117,6 +120,17 @@ def fold_frames(text: str) -> str:
     """A traceback without the frames of this package and of torch's collectives; an error that is not this package's
     own keeps the frame that raised it."""
     return _HIDDEN.sub("", text)
+
+
+def stack_to_user_function(stacks: str) -> str:
+    """The main thread's stack down to the user's function; of this package's frames, those that the user called."""
+    lines = main_stack(stacks).splitlines()
+    ours = next((place for place, line in enumerate(lines) if any(each in line for each in _CALLERS)), len(lines))
+    shown: list[str] = []
+    for is_ours, group in groupby(lines[1:ours], lambda line: PACKAGE in line):  # the first is faulthandler's header
+        *inner, outer = group
+        shown += [f"  ... {len(inner)} frames of unisono", outer] if is_ours and inner else [*inner, outer]
+    return "\n".join(f"  {line}" for line in shown[:_SHOWN]) or "  it did not report its stack"
 
 
 def users_frame() -> FrameType:

@@ -10,14 +10,16 @@ import contextlib
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from unisono.comm.outcome import Outcome, add_note_once, first_cause
-from unisono.comm.stacks import describe_call, frames_of, main_stack
+from unisono.comm.stacks import describe_call, frames_of, main_stack, stack_to_user_function
 from unisono.errors import ClosedError, CollectiveMismatchError, WorkerDiedError
 from unisono.launch.reports import Inbox
 
 _ABORTED = "gloo::EnforceNotMet"  # the transport ends the process if a peer sends unexpected data
+_FATAL = "Fatal Python error"  # written by faulthandler
 _TAIL = 20  # lines
 _OUTSIDE = -1  # in place of a rank
 
@@ -79,10 +81,22 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
     if stopped:
         why = "because of it" if own else "at the request of the calling process"
         add_note_once(error, f"ranks {stopped} were stopped {why}")
-    if tail := tails.get(cause, [])[-_TAIL:]:
+    if tail := _last_words(tails.get(cause, [])):
         add_note_once(error, f"the last lines of rank {cause} on stderr:\n" + "\n".join(f"  {line}" for line in tail))
     _with_failures(error, errors)
     return failures[cause]
+
+
+def _last_words(lines: list[str]) -> list[str]:
+    """The last lines of a worker's stderr. Of what faulthandler writes at a fatal signal: which one it was, and the
+    stack of the thread that got it, down to the user's function."""
+    fatal = next((place for place, line in enumerate(lines) if line.startswith(_FATAL)), None)
+    if fatal is None:
+        return lines[-_TAIL:]
+    stacks = lines[fatal + 1 :]
+    begin = next((place for place, line in enumerate(stacks) if line.startswith("Current thread ")), 0)
+    stack = takewhile(str.strip, stacks[begin:])
+    return [*lines[: fatal + 1][-_TAIL:], *stack_to_user_function("\n".join(stack)).splitlines()]
 
 
 def _lost_step(rank: int, died: BaseException | None, tail: list[str]) -> CollectiveMismatchError | None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile, groupby, takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.comm.noted_calls import find_mismatch
 from unisono.comm.operations import mismatch_error
-from unisono.comm.stacks import PACKAGE, describe_call, frames_of, main_stack
+from unisono.comm.stacks import describe_call, frames_of, main_stack, stack_to_user_function
 from unisono.errors import CollectiveMismatchError, WorkerHungError
 from unisono.launch.group_outcome import Worker
 from unisono.launch.job import Job
@@ -40,7 +40,6 @@ _BEFORE = 0.8  # of the collectives' timeout: a waiting rank gives up a little l
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
 _DISPATCH = ("/torch/_ops.py", "/torch/_library/autograd.py")  # between those files and native code
 _MISMATCH = "Every rank must call the same collectives in the same order"
-_STACK_LINES = 12
 
 
 @dataclass
@@ -224,7 +223,7 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
     text = f"no rank has made progress for {seconds:.4g} s, and {verdict}. {advice}"
     error = WorkerHungError(text, late, dict(stacks))
     for rank in ranks:
-        error.add_note(f"rank {rank}:\n{_stack_to_user_function(stacks.get(rank, ''))}")
+        error.add_note(f"rank {rank}:\n{stack_to_user_function(stacks.get(rank, ''))}")
     return error
 
 
@@ -263,14 +262,3 @@ def _group_by_collective(waiting: Mapping[int, str]) -> str:
 
 def _name_waiting(ranks: list[int], singular: str = "is", plural: str = "are") -> str:
     return f"rank {ranks[0]} {singular}" if len(ranks) == 1 else f"ranks {ranks} {plural}"
-
-
-def _stack_to_user_function(stacks: str) -> str:
-    """The main thread's stack down to the user's function; of this package's frames, those that the user called."""
-    lines = main_stack(stacks).splitlines()
-    ours = next((place for place, line in enumerate(lines) if "/unisono/launch/worker.py" in line), len(lines))
-    shown: list[str] = []
-    for is_ours, group in groupby(lines[1:ours], lambda line: PACKAGE in line):  # the first is faulthandler's header
-        *inner, outer = group
-        shown += [f"  ... {len(inner)} frames of unisono", outer] if is_ours and inner else [*inner, outer]
-    return "\n".join(f"  {line}" for line in shown[:_STACK_LINES]) or "  it did not report its stack"
