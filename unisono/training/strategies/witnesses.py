@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from unisono.batches.virtual_ranks import WITNESS, Draw
 from unisono.errors import CorruptedComputeError
 from unisono.training.digests import digest_of
-from unisono.training.strategies.virtual_buffers import Tensors
+from unisono.training.strategies.virtual_sums import Tensors
 from unisono.world import World
 
 
