@@ -22,7 +22,6 @@ class Evaluations:
     """The evaluations of one rank. Before `follow`, and on all ranks but one, it sees nothing.
 
     Attributes:
-        is_awaited: whether a loop has ended that nothing has been gathered from so far.
         num_met: grows whenever the ranks have met for something that the program's loop has asked for, or a metric was
             updated: they meet for that later.
     """
@@ -31,12 +30,8 @@ class Evaluations:
         self.num_met = 0
         self._num_begun: Callable[[], int] | None = None
         self._seen = 0
-        self._places: dict[str, None] = {}
+        self._places: dict[str, None] = {}  # of loops that have ended, and that nothing has been gathered from so far
         self._told = set[str]()
-
-    @property
-    def is_awaited(self) -> bool:
-        return bool(self._places)
 
     def follow(self, num_begun: Callable[[], int] | None) -> None:
         """Take the collectives from that count, which only grows; None: unknown."""

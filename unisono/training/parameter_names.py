@@ -37,13 +37,10 @@ def in_brackets(parameter: torch.Tensor) -> str:
     return f" ({name})" if name else ""
 
 
-def name_of(parameter: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
-    """Describe the parameter by its name, or by its position among `parameters`."""
+def name_of(parameter: torch.Tensor) -> str:
+    """Its name, in quotes; its shape, if it has none."""
     name = _names.get(parameter)
-    if name is not None:
-        return repr(name)
-    place = next((place for place, each in enumerate(parameters) if each is parameter), None)
-    return f"parameter {place} of shape {list(parameter.shape)}"
+    return f"a parameter of shape {list(parameter.shape)}" if name is None else repr(name)
 
 
 def has_gradient(optimizer: Optimizer) -> bool:

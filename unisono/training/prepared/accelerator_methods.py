@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_type
 from unisono.protocols import ReduceOp
+from unisono.report.timeline import REDUCE
 from unisono.training.backward import Passes
+from unisono.training.clipping import clip_grad_norm
 from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.training.prepared.checks import check_accumulation
 from unisono.training.prepared.metrics import gather_rows
@@ -137,7 +139,10 @@ class GradientMethods:
         Raises:
             RuntimeError: `error_if_nonfinite`, and the norm is infinite or NaN; on all ranks, which share it.
         """
-        return self._prepared.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        with self._prepared.reduced(parameters, "clip_grad_norm_") as found:
+            if found is None:
+                return None
+            return clip_grad_norm(found, max_norm, self._steps.world, norm_type, error_if_nonfinite, foreach)
 
     def clip_grad_value_(
         self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
@@ -150,7 +155,9 @@ class GradientMethods:
             clip_value: the bound, positive.
             foreach: as for torch's function.
         """
-        self._prepared.clip_value(parameters, clip_value, foreach)
+        with self._prepared.reduced(parameters, "clip_grad_value_") as found:
+            if found is not None:
+                nn.utils.clip_grad_value_(found, clip_value, foreach)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """With "fp16", unscale the gradients. They are reduced first, so every rank must call it; the step does neither
@@ -162,8 +169,15 @@ class GradientMethods:
         Raises:
             ValueError: an optimizer is not prepared.
         """
-        if self.scaler is not None:
-            self._prepared.unscale([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+        if self.scaler is None:
+            return
+        given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        found = self._prepared.steppers() if given is None else map(self._prepared.stepper_of, given)
+        for place, stepper in enumerate(found):
+            if stepper is None:
+                raise ValueError(f"optimizer {place} is not prepared; pass what prepare() returned")
+            if self._steps.is_boundary():
+                stepper.reduce()
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -174,8 +188,12 @@ class GradientMethods:
             model: a prepared model; for another one the block does nothing.
         """
         yield
-        if isinstance(model, PreparedModel):
-            self._prepared.reduce_now(model)
+        world = self._steps.world
+        if not isinstance(model, PreparedModel) or world.comm.size == 1 or not self._steps.is_boundary():
+            return
+        if model.engine.gradients.is_own:
+            with world.timeline.loop().span(REDUCE):
+                self._passes.reduce(model.engine)
 
 
 class GatherMethods:

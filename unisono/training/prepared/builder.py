@@ -98,8 +98,7 @@ class Builder:
         is_recorded = self.digest_every and self.world.timeline.is_recorded
         if steps.virtual is not None and (is_recorded or replay_of(self.world) is not None):
             digests = Digests(optimizer, steps, self.digest_every)
-            if digests.has_debugger:
-                step = digests.step_in_debugger(optimizer.step if step is None else step)
+            step = digests.in_debugger(step)
         stepper = Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step, digests)
         UnpreparedSchedule(stepper)
         return stepper

@@ -114,14 +114,12 @@ class HeldGradients(Held):
     def note_reduction(self, factor: float) -> None:
         super().note_reduction(factor)
         self._noticed = self.arrivals.count()
-        if self.known is not None:
-            self.look_again()
+        self.look_again()
 
     def note_zeros(self) -> None:
         super().note_zeros()
         self._noticed = self.arrivals.count()
-        if self.known is not None:
-            self.look_again()
+        self.look_again()
 
     def note_others(self) -> None:
         """Note that torch.autograd.grad is asked for gradients of parameters: they may be assigned, or added."""

@@ -224,18 +224,13 @@ class Rebinding:
             if tensor is None:
                 continue
             if getattr(tensor.untyped_storage(), STORAGE_ADDRESS) != getattr(storage, STORAGE_ADDRESS):
-                name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
+                name = name_of(tensor) if attribute == "data" else f"gradient {place}"
                 raise RuntimeError(
                     f"an optimizer's step, the preparation of a later optimizer of the same parameters, or other code "
                     f"has assigned `parameter.{attribute} = ...`, of {name}, and strategy={strategy!r} "
                     f"continues with the previous memory; change it in place, `parameter.{attribute}.copy_(...)`, step "
                     "the optimizer that was prepared last, or use strategy='ddp'"
                 )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the model or a part of it is sharded."""
-    return bool(units_in(model))
 
 
 def holds_any(parameters: Sequence[torch.Tensor], world: World) -> bool:
