@@ -111,11 +111,9 @@ class GradientMethods:
         all weights in it were 0."""
         return any(each.was_skipped for each in self._prepared.steppers())
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Forward passes of this prepared model within the block leave their gradients unreduced."""
-        with model.no_sync() if isinstance(model, PreparedModel) else nullcontext():
-            yield
+        return model.no_sync() if isinstance(model, PreparedModel) else nullcontext()
 
     def clip_grad_norm_(
         self,

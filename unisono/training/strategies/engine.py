@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ from unisono.training.strategies.trainers import Trainer, Trainers
 from unisono.world import World
 
 
+@dataclass(slots=True)
 class ModelPasses:
     """What `Passes` knows of the passes through one model.
 
@@ -34,12 +36,9 @@ class ModelPasses:
             hides its tensors.
     """
 
-    __slots__ = ("graphs", "last", "may_bypass")
-
-    def __init__(self) -> None:
-        self.last: Any = None
-        self.graphs: list[Any] = []
-        self.may_bypass = False
+    last: Any = None
+    graphs: list[Any] = field(default_factory=list)
+    may_bypass: bool = False
 
 
 class Engine:
@@ -272,8 +271,8 @@ class Engine:
     def watch_leaves(
         self, scale: Callable[[torch.Tensor | None], torch.Tensor | None], notice: Callable[[], None]
     ) -> None:
-        """Count the gradients that arrive at the leaves, with what `LeafHooks` is to call."""
-        self.hooks.call(scale, notice)
+        """Count the gradients that arrive at the leaves; `LeafHooks` has what is called."""
+        self.hooks.scale_one, self.hooks.notice = scale, notice
         self.count_leaves()
 
     def count_leaves(self) -> None:

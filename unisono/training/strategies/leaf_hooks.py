@@ -52,6 +52,8 @@ class LeafHooks:
     Attributes:
         is_removed: whether there will be none any more.
         scaling: the hooks that scale gradients, while there are any.
+        scale_one: what they call: scales a gradient, where that has to be.
+        notice: called by the first gradient of each pass.
     """
 
     def __init__(self, arrivals: Arrivals, counts: bool) -> None:
@@ -59,17 +61,8 @@ class LeafHooks:
         self.scaling: dict[torch.Tensor, RemovableHandle] = {}
         self._arrivals, self._counts = arrivals, counts
         self._counting: dict[torch.Tensor, RemovableHandle] = {}
-        self._scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
-        self._notice: Callable[[], None] = lambda: None
-
-    def call(self, scale: Callable[[torch.Tensor | None], torch.Tensor | None], notice: Callable[[], None]) -> None:
-        """Set what they call.
-
-        Args:
-            scale: scales a gradient, where that has to be.
-            notice: called by the first gradient of each pass.
-        """
-        self._scale, self._notice = scale, notice
+        self.scale_one: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
+        self.notice: Callable[[], None] = lambda: None
 
     def count(self, leaves: Iterable[torch.Tensor]) -> None:
         """Count the gradients that arrive at these leaves, too."""
@@ -79,11 +72,11 @@ class LeafHooks:
 
     def await_pass(self) -> None:
         """Have the next gradient that arrives noticed as the first of a pass."""
-        self._arrivals.call_at_next(self._notice)
+        self._arrivals.call_at_next(self.notice)
 
     def scale(self, leaves: Iterable[torch.Tensor]) -> None:
         """Scale the gradients that arrive at these leaves, too."""
-        self._hook(self.scaling, leaves, self._scale)
+        self._hook(self.scaling, leaves, self.scale_one)
 
     def _hook(
         self, hooked: dict[torch.Tensor, RemovableHandle], leaves: Iterable[torch.Tensor], hook: Callable[[Any], Any]
