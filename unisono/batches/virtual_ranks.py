@@ -221,10 +221,6 @@ class Tree(Generic[T]):
             stride, residue = half, residue % half
         self.sums[stride, residue] = value
 
-    def total(self) -> T:
-        """The sum of all; KeyError if some are missing."""
-        return self.sums[1, 0]
-
 
 @lru_cache
 def sums_of(own: tuple[int, ...], count: int) -> list[Node]:
@@ -255,7 +251,7 @@ def fold_over_ranks(
     for its, sums in zip(nodes, found, strict=True):
         for node, value in zip(its, sums, strict=False):
             tree.put_sum(node, value)
-    return tree.total()
+    return tree.sums[1, 0]
 
 
 _GAIN = 1.1

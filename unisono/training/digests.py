@@ -68,11 +68,8 @@ def record_settings(world: World, given: Mapping[str, Any]) -> None:
 
 
 def record_checkpoint(world: World, kind: str, path: object, mark: str, facts: Mapping[str, Any] | None) -> None:
-    """Write that a checkpoint was "saved" or "loaded", where a record is kept: a step can be replayed from it.
-
-    Args:
-        facts: of an Accelerator, `taken` by its optimizers, and `bits`, which are empty without virtual ranks.
-    """
+    """Write that a checkpoint was "saved" or "loaded", where a record is kept: a step can be replayed from it. An
+    Accelerator's facts are `taken`, by its optimizers, and `bits`, which are empty without virtual ranks."""
     write = world.timeline.write_digests
     if write is not None and facts and facts["bits"]:
         write({kind: str(path), "mark": mark, "steps": [steps for steps, *_ in facts["taken"]]})

@@ -107,11 +107,8 @@ def scale_in_place(tensor: torch.Tensor, factor: float) -> None:
 
 
 def check_presence(parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse to step without gradients; after the reduction all ranks have the same, so all refuse or none does.
-
-    Raises:
-        RuntimeError: no parameter has a gradient.
-    """
+    """Refuse (RuntimeError) to step if no parameter has a gradient; after the reduction all ranks have the same, so all
+    refuse or none does."""
     if parameters and all(each.grad is None for each in parameters):
         raise RuntimeError(
             f"none of the optimizer's {len(parameters)} parameters has a gradient; call loss.backward() before the "

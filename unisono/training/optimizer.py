@@ -24,6 +24,7 @@ from unisono.training.backward import Passes
 from unisono.training.claims import Crossings, Origin, check_counts, claim_of, find_origin, named_origin, refuse_crossed
 from unisono.training.finiteness import LOSS, Finiteness
 from unisono.training.gradients import check_presence, reduce_gradients, scaled
+from unisono.training.losses import LEAF, graph_nodes
 from unisono.training.machine import name_batches
 from unisono.training.parameter_names import describe_rates, trained_parameters
 from unisono.training.steps import Steps
@@ -281,18 +282,6 @@ def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: Wor
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in which the backward pass of the loss accumulates gradients."""
-    found: list[torch.Tensor] = []
-    # A loop, not a recursion: the graph may be deeper than Python's stack.
-    seen, left = {loss.grad_fn}, [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None:
-            continue
-        # AccumulateGrad, autograd's node for a leaf, holds the leaf as `variable`. The name is checked, since the node
-        # of a user's Function may have its own attribute `variable`.
-        if node.name() == "torch::autograd::AccumulateGrad":
-            found.append(getattr(node, "variable"))  # noqa: B009 - which torch does not annotate
-        new = {each for each, _ in node.next_functions if each not in seen}
-        seen |= new
-        left.extend(new)
-    return found
+    nodes = () if loss.grad_fn is None else graph_nodes(loss.grad_fn)
+    # By the name: the node of a user's Function may have its own attribute `variable`.
+    return [node.variable for node in nodes if node.name() == LEAF]

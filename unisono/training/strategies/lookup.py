@@ -28,13 +28,8 @@ def foreign() -> dict[str, EntryPoint]:
 
 
 def options_of(strategy: Any) -> Options:
-    """The options of a strategy that is given by name or by options.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: there is no strategy of that name.
-        ImportError: its package is not installed, or cannot be loaded.
-    """
+    """The options of a strategy that is given by name or by options; else TypeError. ValueError, if there is none of
+    that name; ImportError, if its package is not installed, or cannot be loaded."""
     if isinstance(strategy, Options):
         return strategy
     check_type(strategy, "strategy", "pass a name, or options such as unisono.strategies.DDP()", str)

@@ -154,11 +154,8 @@ _FUSED = {torch.optim.Adam, torch.optim.AdamW}
 
 
 def check_divisible(optimizer: Optimizer, options: ZeRO1 | FSDP) -> None:
-    """Check that ranks can each step for some of the parameters.
-
-    Raises:
-        TypeError: its steps may depend on parameters of other ranks, or cannot update what a rank has.
-    """
+    """Check that ranks can each step for some of the parameters: TypeError if its steps may depend on parameters of
+    other ranks, or cannot update what a rank has."""
     kind, name, strategy = kind_of(optimizer), type(optimizer).__name__, options.name
     if kind in _OVER_ALL:
         raise TypeError(
