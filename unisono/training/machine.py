@@ -19,19 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from unisono.training.rules import (
-    COLLECTING,
-    FINAL,
-    PASS,
-    REQUEST,
-    STEP,
-    TAKEN,
-    VISIT,
-    ZERO,
-    ZEROED,
-    Policy,
-    policy_of,
-)
+from unisono.training.rules import COLLECTING, FINAL, PASS, REQUEST, STEP, TAKEN, VISIT, ZERO, ZEROED, Policy, policy_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

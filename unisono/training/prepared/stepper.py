@@ -77,10 +77,7 @@ class Taken(NamedTuple):
         A script that calls its scheduler every n optimizer steps does so on one device, too. There the same batches
         make more steps, and so more calls; one call here replaces them all.
         """
-        counted = {
-            "batch": self.batches - before.batches,
-            "device_step": self.device_steps - before.device_steps,
-        }
+        counted = {"batch": self.batches - before.batches, "device_step": self.device_steps - before.device_steps}
         steps = self.steps - before.steps
         return round(counted.get(unit, steps) / steps) if steps else 1
 
