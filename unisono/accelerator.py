@@ -36,10 +36,10 @@ from unisono.loading.loader_options import LoaderOptions, check_num_workers
 from unisono.loading.parallel_loader import ParallelLoader
 from unisono.strategies import Options
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
-from unisono.training.backward import Passes
 from unisono.training.digests import record_settings, say_weights
 from unisono.training.means import Mean
 from unisono.training.optimizer import ByHand
+from unisono.training.passes import Passes
 from unisono.training.prepared.accelerator_methods import GatherMethods, GradientMethods
 from unisono.training.prepared.builder import Builder
 from unisono.training.prepared.checks import (

@@ -20,13 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.arguments import check_type
 from unisono.report.timeline import REDUCE, STEP
 from unisono.training.agreement import check_agreement
-from unisono.training.backward import Passes
 from unisono.training.claims import Crossings, Origin, check_counts, claim_of, find_origin, named_origin, refuse_crossed
 from unisono.training.finiteness import LOSS, Finiteness
 from unisono.training.gradients import check_presence, reduce_gradients, scaled
 from unisono.training.losses import LEAF, graph_nodes
 from unisono.training.machine import name_batches
 from unisono.training.parameter_names import describe_rates, trained_parameters
+from unisono.training.passes import Passes
 from unisono.training.steps import Steps
 from unisono.training.strategies.sharded import holds_any
 from unisono.world import World, current_world

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from unisono.arguments import check_type
 from unisono.protocols import ReduceOp
 from unisono.report.timeline import REDUCE
-from unisono.training.backward import Passes
 from unisono.training.clipping import clip_grad_norm
 from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
+from unisono.training.passes import Passes
 from unisono.training.prepared.checks import check_accumulation
 from unisono.training.prepared.metrics import gather_rows
 from unisono.training.prepared.model import PreparedModel

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from unisono.devices.movement import map_module, move_module
 from unisono.devices.randomness import seed_of, seed_python
-from unisono.training.backward import Passes
 from unisono.training.batch_norm import synchronize_batch_norm
 from unisono.training.compilation import compile_module
 from unisono.training.digests import Digests
 from unisono.training.meta_modules import fill, is_on_meta
+from unisono.training.passes import Passes
 from unisono.training.prepared.metrics import synchronize_metric
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.scaler import LossScaler

@@ -15,8 +15,8 @@ from torch import nn
 from unisono.batches.deliveries import Batch
 from unisono.report.timeline import FORWARD
 from unisono.torch_private import APPLY, MODULES, overrides
-from unisono.training.backward import Passes
 from unisono.training.compilation import keep_out_of_graphs
+from unisono.training.passes import Passes
 from unisono.training.prepared.stepper import alive, steppers
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine

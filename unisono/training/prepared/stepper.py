@@ -29,12 +29,12 @@ from unisono.comm.selection import raise_translated
 from unisono.report.timeline import REDUCE, STEP
 from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
 from unisono.training import optimizer as by_hand
-from unisono.training.backward import Passes
 from unisono.training.clipping import clip_grad_norm
 from unisono.training.digests import Digests
 from unisono.training.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.training.gradients import check_presence
 from unisono.training.parameter_names import has_gradient, trained_parameters
+from unisono.training.passes import Passes
 from unisono.training.prepared.refusals import check_added, check_closure, refuse_assigned, refuse_inside_backward
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.rules import TAKEN
