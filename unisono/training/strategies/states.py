@@ -23,7 +23,7 @@ from unisono.errors import CheckpointError, CheckpointMismatchError
 from unisono.torch_private import MODULES
 from unisono.training.gradients import is_sparse, parts_of
 from unisono.training.parameter_names import parameters_of
-from unisono.training.strategies.sharded import is_distributed
+from unisono.training.strategies.sharded import cut_like, is_distributed
 from unisono.training.strategies.zero1 import is_divided, load_local, numbered
 from unisono.world import World
 
@@ -213,10 +213,7 @@ def _cut_like(like: torch.Tensor, value: Any) -> Any:
     """This rank's shard of a whole tensor, if `like` is sharded; scalars, such as step counts, stay whole."""
     if not is_distributed(like) or not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
-    from torch.distributed.tensor import distribute_tensor
-
-    # None: each rank has the whole value already, and cuts its shard without communication.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return cut_like(like, value)
 
 
 class _Sent(NamedTuple):

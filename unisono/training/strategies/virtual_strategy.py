@@ -21,7 +21,7 @@ from unisono.training.parameter_names import parameters_of
 from unisono.training.strategies.bare_parameter import BareParameter
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.fsdp import FSDPEngine
-from unisono.training.strategies.sharded import drop_whole_gradients, whole_gradient
+from unisono.training.strategies.sharded import cut_like, drop_whole_gradients, whole_gradient
 from unisono.training.strategies.strategy import Strategy, takes_whole_parameters
 from unisono.training.strategies.virtual import VirtualEngine
 from unisono.training.strategies.weak import weak_method
@@ -98,7 +98,7 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
         each: Any
         for each in self.leaves():
             if (gradient := whole_gradient(each)) is not None:
-                self._set_shard(each, _shard_of(each, gradient).clone())
+                self._set_shard(each, cut_like(each.sharded, gradient).clone())
         self.gradients.look_again()
 
     def _set_shard(self, parameter: Any, shard: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
         for each in self.leaves():
             gradient, shown = whole_gradient(each), each.sharded.grad
             found.append((id(each), gradient))
-            if gradient is not None and shown is not None and not _are_equal(shown, _shard_of(each, gradient)):
+            if gradient is not None and shown is not None and not _are_equal(shown, cut_like(each.sharded, gradient)):
                 found.append((id(each.sharded), shown.detach()))
         return found
 
@@ -141,15 +141,7 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
         return taken
 
     def give_gradient(self, parameter: Any, total: torch.Tensor, factor: float, out: Any) -> None:
-        self._set_shard(parameter, _shard_of(parameter, total) * factor)
-
-
-def _shard_of(parameter: Any, whole: torch.Tensor) -> Any:
-    """This rank's shard of what every rank has whole."""
-    from torch.distributed.tensor import distribute_tensor
-
-    part = parameter.sharded
-    return distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+        self._set_shard(parameter, cut_like(parameter.sharded, total) * factor)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
