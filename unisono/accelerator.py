@@ -40,7 +40,7 @@ from unisono.training.digests import record_settings, say_weights
 from unisono.training.means import Mean
 from unisono.training.optimizer import ByHand
 from unisono.training.passes import Passes
-from unisono.training.prepared.accelerator_methods import GatherMethods, GradientMethods
+from unisono.training.prepared.accelerator_methods import GatherMethods, GradientMethods, describe_missing
 from unisono.training.prepared.builder import Builder
 from unisono.training.prepared.checks import (
     AUTOCAST,
@@ -51,7 +51,6 @@ from unisono.training.prepared.checks import (
     family_of,
     world_on,
 )
-from unisono.training.prepared.foreign_names import describe_missing
 from unisono.training.prepared.prepared_objects import PreparedObjects
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.prepared.scheduler import Unit

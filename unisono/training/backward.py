@@ -40,7 +40,7 @@ from unisono.training.machine import Visit
 from unisono.training.rules import COLLECTING
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.leaf_hooks import is_left_at
+from unisono.training.strategies.held import is_left_at
 from unisono.training.strategies.weak import WeakList, weak_method
 
 

@@ -46,7 +46,7 @@ from unisono.training.gradients import is_sparse, scale_in_place
 from unisono.training.parameter_names import listed
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.leaf_hooks import is_left_at
+from unisono.training.strategies.held import is_left_at
 from unisono.training.strategies.strategy import Strategy
 from unisono.tree import tensors, tree_map
 from unisono.world import World

@@ -17,8 +17,7 @@ from unisono.training.compilation import compilable
 from unisono.training.gradients import reduce_gradients, scale_gradients
 from unisono.training.machine import Visit
 from unisono.training.steps import Steps
-from unisono.training.strategies.held import HeldGradients, Members
-from unisono.training.strategies.leaf_hooks import LeafHooks
+from unisono.training.strategies.held import HeldGradients, LeafHooks, Members
 from unisono.training.strategies.model_agreement import ModelAgreement
 from unisono.training.strategies.sharded import holds_any
 from unisono.training.strategies.trainers import Trainer, Trainers
