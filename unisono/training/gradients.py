@@ -32,11 +32,9 @@ def reduce_gradients(
 
     Args:
         parameters: the same ones in the same order on each rank.
-        place: the position of this rank in its loop, in words that are equal on all ranks in lock-step.
+        place: the position of this rank in its loop, in words that are equal on all ranks in lock-step; others are a
+            CollectiveMismatchError.
         add_up: replaces a vector by its sum over the ranks; None is the communicator's `all_reduce`.
-
-    Raises:
-        CollectiveMismatchError: the ranks are at different positions.
     """
     if world.comm.size == 1 or not parameters:
         scale_gradients(parameters, factor, in_place=not world.backend.is_lazy)

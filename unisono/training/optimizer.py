@@ -198,11 +198,8 @@ def reduce_by_hand(optimizer: Optimizer, world: World) -> None:
 
 
 def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None) -> float:
-    """Reduce the gradients of an optimizer that is not prepared; returns this rank's part of the step. A collective.
-
-    Args:
-        origin: of the gradients that plain `loss.backward()` has left; None finds it.
-    """
+    """Reduce the gradients of an optimizer that is not prepared; returns this rank's part of the step. `origin` is
+    that of what plain `loss.backward()` has left; None finds it. A collective."""
     hand = world.state.part(ByHand)
     steps = hand.steps_of(world)
     if _is_counted(optimizer, hand):

@@ -51,12 +51,8 @@ class PreparedObjects:
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
-        """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed.
-
-        Raises:
-            TypeError: an object cannot be prepared.
-            ValueError: one was prepared before, or an optimizer and the models do not belong together.
-        """
+        """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed;
+        raises as `Accelerator.prepare`."""
         given = [(where, each) for place, each in enumerate(objects) for where, each in _flat_pairs(str(place), each)]
         bare = {id(each): BareParameter(each) for _, each in given if isinstance(each, torch.Tensor)}
         flat = [(where, bare.get(id(each), each)) for where, each in given]

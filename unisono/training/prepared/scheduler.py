@@ -207,14 +207,11 @@ def _reads_its_step(rate: Any) -> bool:
 
 
 def unit_of(scheduler: Any, lengths: tuple[int, int] | None, microbatches: int, ranks: int) -> Unit:
-    """The unit that the schedule counts, if all units are equal, as on one rank without accumulation.
+    """The unit that the schedule counts, if all units are equal, as on one rank without accumulation; else ValueError.
 
     Args:
         lengths: of the loader that the loop runs over: as the user wrote it, and prepared; None if it has no length.
         microbatches: the number of microbatches in a step.
-
-    Raises:
-        ValueError: they are not; the message names the lengths.
     """
     if microbatches == 1 and (ranks == 1 or (lengths is not None and lengths[0] == lengths[1])):
         return "step"

@@ -218,11 +218,8 @@ class Stepper:
         return result
 
     def reduce(self) -> None:
-        """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.
-
-        Raises:
-            RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
-        """
+        """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing. RuntimeError:
+        no parameter has a gradient; or, with a scaler, a backward pass ran without it."""
         is_mean = self.steps.step.policy.is_mean
         for engine in () if self.steps.is_plain else self._engines:
             if engine.agreement.before_load is not None:

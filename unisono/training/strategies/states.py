@@ -153,15 +153,8 @@ def optimizer_parts(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], world: World) -> None:
-    """Load rank zero's plain state on every rank.
-
-    Args:
-        state: of an optimizer of the same class, for the same parameters in the same groups.
-
-    Raises:
-        CheckpointMismatchError: it is of another class, as far as its groups show that.
-        ValueError: it is not such a state, or its groups differ; raised on every rank.
-    """
+    """Load rank zero's plain state on every rank. It is that of an optimizer of the same class, for the same parameters
+    in the same groups; else ValueError on every rank: CheckpointMismatchError, if the groups show another class."""
     world.comm.announce("load_state_dict(optimizer)")
     is_given = world.rank == 0 and "param_groups" in state
     # What is no state is broadcast as None, so that all ranks raise.

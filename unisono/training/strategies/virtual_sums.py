@@ -50,11 +50,8 @@ class Requests(WeakKeyDictionary[Optimizer, Request]):
         return any(each.step is step and turn in each.turns for each in found)
 
     def add(self, optimizer: Optimizer, step: Step, draw: Draw, virtual: VirtualRanks) -> Request:
-        """Note that the optimizer is asked for the last batch of the step; returns its request.
-
-        Raises:
-            RuntimeError: it was asked for that batch before, or for some batches of an earlier round alone.
-        """
+        """Note that the optimizer is asked for the last batch of the step; returns its request. RuntimeError: it was
+        asked for that batch before, or for some batches of an earlier round alone."""
         found = self.get(optimizer)
         if found is not None and found.step is not step:
             _refuse_some(optimizer, found, virtual)
@@ -102,11 +99,8 @@ def _add(one: Tensors, other: Tensors) -> Tensors:
 
 
 class VirtualBuffers:
-    """The buffers of one module.
-
-    Attributes:
-        means: what they are after the step, once that is known; a forward pass drops it.
-    """
+    """The buffers of one module: each batch of a round begins with those of the step's beginning; after the step, those
+    of floats are the mean over the virtual ranks, and others are those of the first one."""
 
     def __init__(self, name: str, members: Members) -> None:
         self._name, self._members = name, members
@@ -117,7 +111,7 @@ class VirtualBuffers:
         self._begin: list[torch.Tensor] | None = None  # those at the beginning of the step
         self._behind = dict[int, list[torch.Tensor]]()  # by the turn of a batch: those behind its forward passes
         self.turn: int | None = None  # that of the batch whose buffers the module has
-        self.means: Tensors | None = None
+        self.means: Tensors | None = None  # what they are after the step, once known; a forward pass drops it
 
     @property
     def have_begun(self) -> bool:
