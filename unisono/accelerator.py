@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from unisono.arguments import explain_unknown_names
-from unisono.batches.lone_steps import NOTHING
+from unisono.batches.alone import NOTHING
 from unisono.batches.virtual_ranks import Virtual, virtual_of
 from unisono.checkpoint.methods import CheckpointMethods
 from unisono.checkpoint.objects import meet, user_module

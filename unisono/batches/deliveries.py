@@ -19,8 +19,7 @@ from weakref import WeakMethod
 
 import torch
 
-from unisono.batches.evaluations import Evaluations
-from unisono.batches.lone_steps import LoneSteps
+from unisono.batches.alone import Evaluations, LoneSteps
 from unisono.batches.storages import StorageMap
 from unisono.batches.virtual_ranks import WITNESS, Draw
 from unisono.torch_private import VERSION
