@@ -153,8 +153,7 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
 
 
 def warn_of_unequal_parameters(module: nn.Module, step: int, world: World) -> bool:
-    """Warn on rank zero if the ranks' trained parameters differ after that step; return whether they do. A
-    collective."""
+    """Warn on rank zero if the ranks' trained parameters differ after that step; return whether. A collective."""
     named = {f"the parameter {name!r}": each for name, each in module.named_parameters() if each.requires_grad}
     return _warn_of_difference(
         named,

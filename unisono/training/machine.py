@@ -63,8 +63,9 @@ class Step:
 
     __slots__ = ("latest", "number", "policy", "state", "visited", "visits")
 
-    def __init__(self, policy: Policy, number: int = 1, visits: Sequence[Visit] = ()) -> None:
-        self.policy, self.number, self.visits = policy, number, list(visits)
+    def __init__(self, policy: Policy, number: int = 1) -> None:
+        self.policy, self.number = policy, number
+        self.visits: list[Visit] = []
         self.latest: dict[object, Visit] = {}
         self.visited: dict[Loop, int] = {}
         self.state = COLLECTING
@@ -396,8 +397,7 @@ class Machine:
         return self._requests_of(optimizer).stepped_at
 
     def zeroes(self, optimizer: Optimizer, held: Sequence[Held]) -> bool:
-        """Whether `zero_grad()` zeroes what the optimizer's models hold: gradients of a step are kept between its
-        microbatches."""
+        """Whether `zero_grad()` zeroes what the optimizer's models hold; between microbatches that is kept."""
         step = self.step
         if (step.state, ZERO) in step.policy.sure or step.policy.parts:  # what was asked for is set aside
             return True

@@ -53,8 +53,7 @@ def has_gradient(optimizer: Optimizer) -> bool:
 
 
 def describe_rates(groups: Iterable[Mapping[str, Any]]) -> str:
-    """The learning rates of optimizers' groups that are plain numbers, so that ranks can compare what they step
-    with."""
+    """The learning rates of optimizers' groups that are plain numbers, in words that ranks can compare."""
     # To six digits: hosts may compute the cosine of a schedule differently in the last one.
     found: dict[str, None] = {}
     for group in groups:

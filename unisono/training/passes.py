@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Set
 from functools import partial
-from operator import attrgetter, call
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -175,15 +175,9 @@ class Passes(BackwardPasses):
         engine.reduce(optimizer)
 
     def note_zeros(self, zeroed: Collection[Engine]) -> None:
-        """Note that one optimizer's gradients were zeroed, and with them all of these models': the others' microbatches
-        still count."""
-        for engine in filter(None, map(call, self._engines)):
-            held = engine.gradients
-            if engine in zeroed:
-                continue
-            if held.is_own or held.is_current:
-                break
-        else:
+        """Note that all gradients of these models were zeroed; microbatches of the others still count."""
+        others = [each.gradients for each in self._engines() if each not in zeroed]
+        if not any(held.is_own or held.is_current for held in others):
             self.steps.drop_step()
             self._claims.clear()
         self.went_past = False

@@ -113,8 +113,7 @@ class Replay:
                 _end()
 
     def debug(self, optimizer: int, step: int) -> None:
-        """Run the debugger in the user's frame that asks for the step, if it is the replayed one. SystemExit: the user
-        has quit."""
+        """Run the debugger in the user's frame that asks for the replayed step. SystemExit: the user has quit."""
         if (step, optimizer) != (self.step, self.optimizer):
             return
         import pdb  # here: other runs do without
@@ -148,8 +147,7 @@ class Replay:
                 self._say(compare_steps(self.recorded, self.replayed)[1])
 
     def verdict(self) -> tuple[int, str]:
-        """What rank zero has found, in words, after an exit code: 0 if all is equal, 1 if not, 2 if the step was not
-        reached."""
+        """What rank zero has found, after an exit code: 0 if all is equal, 1 if not, 2 if the step was not reached."""
         if not self.last and self._was_debugged:
             return EQUAL, f"replayed no step on {self._devices}"
         span = f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"

@@ -99,7 +99,7 @@ class Builder:
         if steps.virtual is not None and (is_recorded or replay_of(self.world) is not None):
             digests = Digests(optimizer, steps, self.digest_every)
             step = digests.in_debugger(step)
-        stepper = Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step, digests)
+        stepper = Stepper(optimizer, self.passes, self.max_grad_norm, self.scaler, step, digests)
         UnpreparedSchedule(stepper)
         return stepper
 

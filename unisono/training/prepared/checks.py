@@ -112,8 +112,7 @@ def _is_plain(options: Options) -> bool:
 
 
 def check_virtual(given: Mapping[str, Any], world: World, options: Options) -> VirtualRanks:
-    """Check `virtual_ranks`, and that the other arguments fit it; returns those that this rank carries. Raises as
-    `check_arguments`."""
+    """Check, as `check_arguments`, `virtual_ranks` and what has to fit it; returns those that this rank carries."""
     count = virtual_of(given["virtual_ranks"]).count
     every, reason = given["gradient_accumulation_steps"], world.backend.unsupported_reason("virtual_ranks")
     refused = {

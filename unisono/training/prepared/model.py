@@ -17,7 +17,7 @@ from unisono.report.timeline import FORWARD
 from unisono.torch_private import APPLY, MODULES, overrides
 from unisono.training.compilation import keep_out_of_graphs
 from unisono.training.passes import Passes
-from unisono.training.prepared.stepper import alive, steppers
+from unisono.training.prepared.step_checks import alive, steppers
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import MIXED, units_in

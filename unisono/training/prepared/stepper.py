@@ -18,8 +18,7 @@ from contextlib import suppress
 from functools import partial
 from operator import methodcaller
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -35,27 +34,20 @@ from unisono.training.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.training.gradients import check_presence
 from unisono.training.parameter_names import has_gradient, trained_parameters
 from unisono.training.passes import Passes
-from unisono.training.prepared.refusals import check_added, check_closure, refuse_assigned, refuse_inside_backward
 from unisono.training.prepared.scaler import LossScaler
+from unisono.training.prepared.step_checks import (
+    check_added,
+    check_closure,
+    refuse_assigned,
+    refuse_inside_backward,
+    steppers,
+    stepping,
+)
 from unisono.training.rules import TAKEN
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import holds_any
-from unisono.world import World
 
 logger = logging.getLogger(__name__)
-
-K = TypeVar("K")
-
-steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
-"""Those of this process, for all ranks that are its threads."""
-
-stepping: set[int] = set()
-"""The ids of the optimizers whose steps run, by their steppers."""
-
-
-def alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
-    """The live keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
-    return [each for reference in table.keyrefs() if (each := reference()) is not None]
 
 
 class Taken(NamedTuple):
@@ -100,7 +92,6 @@ class Stepper:
     def __init__(
         self,
         optimizer: Optimizer,
-        world: World,
         passes: Passes,
         max_grad_norm: float | None,
         scaler: LossScaler | None,
@@ -113,8 +104,7 @@ class Stepper:
         self.was_skipped = False
         self.checks: list[Callable[[], None]] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
-        self.world = world
-        self._passes, self.steps = passes, passes.steps
+        self._passes, self.steps, self.world = passes, passes.steps, passes.steps.world
         self._max_grad_norm = max_grad_norm
         self._scaler, self._digests = scaler, digests
         self._has_warned = False

@@ -87,7 +87,7 @@ class Engine:
         self.gradients = HeldGradients(self.members, steps)
         self.hooks = LeafHooks(self.gradients.arrivals, counts=world.comm.size > 1)
         self.passes, self.trainers = ModelPasses(), Trainers()
-        self.agreement = ModelAgreement(module, self.members, self.trainers, world, steps)
+        self.agreement = ModelAgreement(module, self.members, self.trainers, steps)
         self.is_local = False
         self.replaced = WeakTensorKeyDictionary()
         self.world, self.steps = world, steps
