@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from unisono.arguments import explain_unknown_names
-from unisono.batches.lone_steps import NOTHING
+from unisono.batches.alone import NOTHING
 from unisono.batches.virtual_ranks import Virtual, virtual_of
 from unisono.checkpoint.methods import CheckpointMethods
 from unisono.checkpoint.objects import meet, user_module
@@ -36,11 +36,11 @@ from unisono.loading.loader_options import LoaderOptions, check_num_workers
 from unisono.loading.parallel_loader import ParallelLoader
 from unisono.strategies import Options
 from unisono.tracking.trackers import LogWith, Tracked, Trackers
-from unisono.training.backward import Passes
 from unisono.training.digests import record_settings, say_weights
 from unisono.training.means import Mean
 from unisono.training.optimizer import ByHand
-from unisono.training.prepared.accelerator_methods import GatherMethods, GradientMethods
+from unisono.training.passes import Passes
+from unisono.training.prepared.accelerator_methods import GatherMethods, GradientMethods, describe_missing
 from unisono.training.prepared.builder import Builder
 from unisono.training.prepared.checks import (
     AUTOCAST,
@@ -51,7 +51,6 @@ from unisono.training.prepared.checks import (
     family_of,
     world_on,
 )
-from unisono.training.prepared.foreign_names import describe_missing
 from unisono.training.prepared.prepared_objects import PreparedObjects
 from unisono.training.prepared.scaler import LossScaler
 from unisono.training.prepared.scheduler import Unit

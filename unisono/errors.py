@@ -34,8 +34,7 @@ from collections.abc import Sequence
 
 
 class UnisonoError(RuntimeError):
-    """Base class of the errors that this package raises. Pickle rebuilds them from `args`: first the message, then
-    their attributes."""
+    """Base class of this package's errors. Pickle rebuilds them from `args`: the message, then their attributes."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

@@ -132,7 +132,7 @@ class FSDP(Options):
     """
 
     name = "fsdp"
-    strategy = "unisono.training.strategies.fsdp_strategy:FSDPStrategy"
+    strategy = "unisono.training.strategies.strategy:FSDPStrategy"
     units: Sequence[type[nn.Module]] | None = None
     find_unused_parameters: bool = False
     param_dtype: torch.dtype | None = None

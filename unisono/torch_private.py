@@ -82,10 +82,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "disable_dynamo": ("torch._compile._disable_dynamo", "keeps collectives out of compiled graphs"),
     "leave_out_of_graphs": ("torch._dynamo.trace_rules.add", "keeps prepared models out of compiled graphs"),
     "set_lru_cache": ("torch._C._dynamo.eval_frame._set_lru_cache", "keeps the order of compiled graphs"),
-    "functorch_entries": (
-        "torch._functorch.config._config",
-        "lets compiled graphs draw as usual",
-    ),
+    "functorch_entries": ("torch._functorch.config._config", "lets compiled graphs draw as usual"),
     "CALL": ("torch.nn.Module._call_impl", "compiles modules of torch's own classes"),
     "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module"),
     "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
@@ -130,10 +127,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "default_store": (f"{_GROUPS}._get_default_store", "meets the other ranks in their store"),
     "abort_process_group": (f"{_GROUPS}._abort_process_group", "ends a group whose collectives hang"),
     "GET_BACKEND": ("torch.distributed.ProcessGroup._get_backend", "sees collectives go on"),
-    "sequence_number": (
-        "torch._C._distributed_c10d.Backend._get_sequence_number_for_group",
-        "sees collectives go on",
-    ),
+    "sequence_number": ("torch._C._distributed_c10d.Backend._get_sequence_number_for_group", "sees collectives go on"),
     "create_work_from_future": (
         "torch._C._distributed_c10d._create_work_from_future",
         "returns collectives that are done from shared memory",
@@ -151,10 +145,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
     # Strategies.
     "ACTIVE": ("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "cuts graphs at buckets"),
-    "BUILD_PARAMETERS": (
-        "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
-        "orders additions",
-    ),
+    "BUILD_PARAMETERS": ("torch.nn.parallel.DistributedDataParallel._build_params_for_reducer", "orders additions"),
     "push_rebuilt_parameters": ("torch.distributed.Reducer._push_all_rebuilt_params", "fixes the order of additions"),
     "FSDP_CONTEXT": ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "outlives failed passes"),
     "rebuild_buckets": ("torch.distributed.Reducer._rebuild_buckets", "fixes the order of additions"),
@@ -162,9 +153,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
     "FSDP_STATE": ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "goes on after a forward pass that failed"),
 }
-INSTEAD = {
-    "set_lru_cache": "torch 2.9: ranks that are threads compile no models",
-}
+INSTEAD = {"set_lru_cache": "torch 2.9: ranks that are threads compile no models"}
 
 OUTPUTS = "_input_metadata"  # of torch.autograd.graph.Node
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.training.kept_files import files_kept
-from unisono.training.replay import Replay
+from unisono.training.replay import Replay, files_kept
 
 WAYS: dict[str, Callable[[Path], object]] = {
     "write": lambda path: path.write_text("new"),

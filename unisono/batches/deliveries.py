@@ -19,8 +19,7 @@ from weakref import WeakMethod
 
 import torch
 
-from unisono.batches.evaluations import Evaluations
-from unisono.batches.lone_steps import LoneSteps
+from unisono.batches.alone import Evaluations, LoneSteps
 from unisono.batches.storages import StorageMap
 from unisono.batches.virtual_ranks import WITNESS, Draw
 from unisono.torch_private import VERSION
@@ -209,8 +208,7 @@ class Deliveries:
             each.is_settled = True
 
     def add(self, loop: Loop, found: Sequence[torch.Tensor], *claim: Any, **others: Any) -> Batch:
-        """Register a batch that is being delivered, in the loop's thread: its tensors, and what it counts, as for
-        `Batch`."""
+        """Register a batch that is delivered, in the loop's thread: its tensors, and what it counts, as for `Batch`."""
         batch = Batch(loop, *claim, **others)
         loop.num_batches = batch.number = loop.num_batches + 1
         samples, rows = batch.samples, batch.rows

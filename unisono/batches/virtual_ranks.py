@@ -189,12 +189,7 @@ Node = tuple[int, int]
 
 
 class Tree(Generic[T]):
-    """Sums of what virtual ranks have, folded as far as they are known.
-
-    Args:
-        count: the number of virtual ranks.
-        add: returns the sum of two; it may keep neither.
-    """
+    """Sums of what `count` virtual ranks have, folded as far as they are known. `add` may keep neither of its two."""
 
     def __init__(self, count: int, add: Callable[[T, T], T]) -> None:
         self._count, self._add = count, add
@@ -221,10 +216,6 @@ class Tree(Generic[T]):
             stride, residue = half, residue % half
         self.sums[stride, residue] = value
 
-    def total(self) -> T:
-        """The sum of all; KeyError if some are missing."""
-        return self.sums[1, 0]
-
 
 @lru_cache
 def sums_of(own: tuple[int, ...], count: int) -> list[Node]:
@@ -241,12 +232,8 @@ def fold_over_ranks(
     exchange: Callable[[list[T]], list[list[T]]],
     add: Callable[[T, T], T],
 ) -> T:
-    """The sum over all virtual ranks, of the sums of each rank. A collective if there are several.
-
-    Args:
-        own: this rank's sums, by their nodes.
-        exchange: returns the lists of all ranks, in their order; of each, the slice that this rank adds up.
-    """
+    """The sum over all virtual ranks, of the sums of each rank. `exchange` returns the lists of all ranks, in their
+    order; of each, the slice that this rank adds up. A collective if there are several ranks."""
     tree = Tree(virtual.count, add)
     nodes = [sums_of(each, virtual.count) for each in virtual.table]
     mine = [own[each] for each in nodes[virtual.rank]]
@@ -255,7 +242,7 @@ def fold_over_ranks(
     for its, sums in zip(nodes, found, strict=True):
         for node, value in zip(its, sums, strict=False):
             tree.put_sum(node, value)
-    return tree.total()
+    return tree.sums[1, 0]
 
 
 _GAIN = 1.1

@@ -24,7 +24,7 @@ from unisono.loading.sources import is_stateful
 from unisono.training.prepared.metrics import is_metric
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.step_checks import engines_of
-from unisono.training.strategies.sharded import cut_of, is_distributed, is_first, is_sharded, is_within
+from unisono.training.strategies.sharded import cut_of, is_distributed, is_first, is_within, units_in
 from unisono.training.strategies.states import (
     by_parameter,
     load_model_state,
@@ -92,7 +92,7 @@ def meet(each: Any, saves: bool = False) -> None:
 def are_divided(objects: Objects) -> bool:
     """Whether a model, or an optimizer's state, is divided among the ranks. The same on all ranks."""
     modules = [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
-    return any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
+    return any(map(units_in, modules)) or any(map(is_divided, objects.values()))
 
 
 # Saving.

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from unisono.batches.alone import Evaluations
 from unisono.batches.deliveries import Loop
-from unisono.batches.evaluations import Evaluations
 from unisono.batches.virtual_ranks import WITNESS, seed_behind
 from unisono.comm.outcome import Outcome, add_note_once, copy_error
 from unisono.comm.selection import innermost

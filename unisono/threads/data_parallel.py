@@ -44,11 +44,7 @@ T = TypeVar("T")
 
 
 class ReplicaContext(SimpleNamespace):
-    """Keeps any attribute that a loop sets on it from one call to the next.
-
-    Attributes:
-        device: the replica's device.
-    """
+    """Keeps any attribute that a loop sets on it from one call to the next; `device` is the replica's."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device=device)

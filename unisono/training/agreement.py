@@ -38,11 +38,8 @@ class _Calls(WeakKeyDictionary[nn.Module, int]):
 
 
 def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
-    """Compare the parameters of all ranks, before gradients of different models are mixed.
-
-    Raises:
-        CollectiveMismatchError: shapes, types or values differ; the message names the first difference.
-    """
+    """Compare the parameters of all ranks, before gradients of different models are mixed; CollectiveMismatchError
+    names the first whose shape, type or values differ."""
     world.comm.announce("a comparison of the ranks' models")
     named = {
         f"the optimizer's parameter {place}{in_brackets(parameter)}": parameter

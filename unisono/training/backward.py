@@ -1,4 +1,5 @@
 """Backward passes through an Accelerator's models: each is counted in a step, and its gradients are scaled on arrival.
+`passes.py` has what the loop does around them.
 
 The outputs of a forward pass carry the origin of its inputs to the backward pass. When that reaches the model, the pass
 is counted, and it is known whether it makes its step final. If so, the gradients are reduced when the pass ends.
@@ -21,35 +22,26 @@ leaves nothing that another pass could mistake for its own.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter, call
+from operator import call
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.optim import Optimizer
 
-from unisono.comm.selection import raise_translated
-from unisono.report.timeline import BACKWARD
-from unisono.torch_private import SEQUENCE_NUMBER, current_graph_task_id, queue_callback
+from unisono.torch_private import current_graph_task_id, queue_callback
 from unisono.training import claims
 from unisono.training.claims import Claim, Crossings, Origin, find_origin
-from unisono.training.finiteness import LOSS, Finiteness
 from unisono.training.gradients import scaled
-from unisono.training.losses import LossWatch, warn_of_unprepared
 from unisono.training.machine import Visit
 from unisono.training.rules import COLLECTING
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.leaf_hooks import is_left_at
-from unisono.training.strategies.sharded import is_distributed
+from unisono.training.strategies.held import is_left_at
 from unisono.training.strategies.weak import WeakList, weak_method
-from unisono.tree import tensors
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -77,20 +69,21 @@ class _Run:
     is_taken: bool = False  # whether torch.autograd.grad has asked for gradients of parameters
 
 
-class Passes:
-    """The backward passes of one rank through the models of one Accelerator."""
+class BackwardPasses:
+    """What happens in the backward passes of one rank through the models of one Accelerator.
+
+    Attributes:
+        origin: of the last forward pass.
+        went_past: whether a backward pass of the current step was not begun by `Passes.backward`.
+    """
 
     def __init__(self, steps: Steps) -> None:
-        self.steps = steps
-        self.origin = Origin((None,), steps.world)  # of the last forward pass
-        self.went_past = False  # whether a backward pass of the current step was not begun by `backward`
-        self._world = steps.world
+        self.steps, self._world = steps, steps.world
+        self.origin = Origin((None,), steps.world)
+        self.went_past = False
         self._crossings = self._world.state.part(Crossings)
-        self._finiteness = self._world.state.part(Finiteness)
-        self._is_checked = False  # whether a model is prepared, at the first loss
-        self._losses = LossWatch(steps.world, weak_method(self._look_at_loss))
         self._claims: set[Claim] = set()  # of the batches of the forward passes since the last request
-        self._call: tuple[Any, Origin | None] | None = None  # of `backward`, while it runs: the weight, and the batch
+        self._call: tuple[Any, Origin | None] | None = None  # while `Passes.backward` runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that do not reach a leaf of a model themselves, with the gradients that had arrived there.
         self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
@@ -98,153 +91,12 @@ class Passes:
         self._open: dict[int, Callable[[], Any]] = {}
         self._engines = WeakList[Engine]()
 
-    def find_origin(self, engine: Engine, values: Any, syncs: bool = True) -> Origin:
-        """Find where the inputs of a forward pass come from, for its outputs to carry."""
-        task = current_graph_task_id()
-        if task < 0:  # in no backward pass
-            if self._open:  # an interrupted pass never ends
-                for known in (self._running, self._passed_by, self._open):
-                    known.clear()
-                for each in self._engines():
-                    each.hooks.await_pass()
-        elif task in self._running:  # a checkpoint recomputes what it did not keep
-            found = self._world.state.deliveries.find(values)
-            if not found:
-                return self._running[task].origin
-            return Origin(found, self._world, syncs=syncs, optimizers=engine.trainers.optimizers_of)
-        if (steps := self.steps).origin is None and steps.now == steps.requested:
-            self._claims.clear()
-        inputs = tensors(values)
-        self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.trainers.optimizers_of)
-        origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
-        self._claims.add(origin.claim)
-        if origin.part != 1 or steps.step.policy.is_mean or steps.policy.is_mean:
-            engine.scale_leaves()
-        return origin
-
-    def hook_outputs(self, engine: Engine, outputs: Any, origin: Origin) -> None:
-        """Watch for a backward pass to reach these outputs of the model."""
-        if engine.hooks.is_removed:
-            return
-        arrive = partial(self._arrive_at_output, ref(self), ref(engine), origin)
-        computed, shows_pass = [], False
-        for each in tensors(outputs):
-            if each.is_leaf and each.requires_grad:
-                continue  # a parameter: a hook would outlive this pass, and its memory belongs to no batch
-            computed.append(each)
-            if each.requires_grad:
-                each.register_hook(arrive)
-                shows_pass = True
-                if self._losses.left and each.grad_fn is not None:
-                    self._losses.begun = getattr(each.grad_fn, SEQUENCE_NUMBER)()
-        if not shows_pass:
-            engine.passes.may_bypass = True  # by what an object holds that is not a container of tensors
-        # Metrics and a second forward pass on these outputs then find the same batch.
-        if origin.batch is not None:
-            self._world.state.deliveries.know(computed, origin.batch)
-
-    def register_engine(self, engine: Engine) -> None:
-        """Begin to watch a model, before its first pass."""
-        self._engines.add(engine)
-        if self._world.comm.size > 1 or self.steps.policy.is_mean:
-            self._losses.begin()
-        weak = ref(self), ref(engine)
-        engine.watch_leaves(partial(self._arrive_at_leaf, *weak), partial(self._notice_arrival, *weak))
-        if self.steps.step.policy.is_mean:
-            engine.scale_leaves()
-
-    def has(self, parameters: Set[torch.Tensor]) -> bool:
-        """Whether some of these are parameters of the models."""
-        return any(each in parameters for engine in self._engines() for each in engine.leaves())
-
-    def backward(
-        self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any, retain_graph: bool = False
-    ) -> None:
-        """Run `loss.backward()` with the user's weight or batch, as `unisono.backward`."""
-        if type(loss) is not torch.Tensor and is_distributed(loss):
-            raise TypeError(
-                "the loss is a DTensor: a penalty on parameters that strategy='fsdp' has sharded was added to it; give "
-                "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
-                "(weight_decay=)"
-            )
-        if not self._is_checked:
-            self._is_checked = True
-            if not self._engines():
-                warn_of_unprepared(self._world)
-        if self._losses.left and self.steps.policy.is_mean:
-            self._losses.begin()
-        timeline = self._world.timeline
-        track = timeline.backward = timeline.loop()
-        before = track.switch(BACKWARD) if timeline.is_recorded else track.phase
-        self._call = weight, None
-        try:
-            if batch is not None:
-                self._call = weight, claims.named_origin(batch, self._world)
-            if weight is not None or batch is not None:
-                for engine in self._engines():
-                    engine.scale_leaves()
-            loss.backward(retain_graph=retain_graph)
-        except RuntimeError as error:
-            raise_translated(error, self._world.comm)
-            raise
-        finally:
-            self._call = timeline.backward = None
-            if track.phase != before:
-                track.switch(before)
-
-    def look(self, loss: torch.Tensor) -> None:
-        """Check whether the loss of the last pass, without a scale, was finite."""
-        self._finiteness.look(loss, LOSS, self.steps, self._trained)
-
-    def _trained(self) -> list[torch.Tensor]:
-        return [each for engine in self._engines() for each in engine.members.trained()]
-
-    def _look_at_loss(self, loss: torch.Tensor) -> None:
-        """If the loss of a pass that begins is not a mean over the samples, say why."""
-        weight, named = self._call or (None, None)
-        if weight is not None:
-            return
-        batch = (named or self.origin).batch
-        rows, epoch = (None, range(0)) if batch is None else (batch.rows, batch.samples_of_epoch())
-        if said := self._losses.describe(loss, rows, epoch):
-            logger.warning(said)
-
-    def reduce_assigned(self, engine: Engine) -> None:
-        """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
-        if len(parts := self._parts()) > 1:
-            raise ValueError(
-                "gradients were assigned or added by hand, and may come from several batches, where this rank had "
-                f"different parts ({', '.join(f'{each:.3g}' for each in sorted(parts))} of an even one), so one "
-                "number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
-                "batch and zero_grad() after each step"
-            )
-        origin = self.origin if self._claims else find_origin(self._world)  # without a forward pass of the model
-        self._count_late(origin, engine)
-        engine.reduce_assigned(origin.part)
-
-    def reduce(self, engine: Engine, optimizer: Optimizer | None = None) -> None:
-        """Reduce what backward passes have left on this rank alone, at a step of the optimizer. A collective."""
-        if engine.gradients.has_bypassed():
-            origin = self._origin_of_bypass(engine)
-            if not self.steps.is_recent():
-                self._count_late(origin, engine)
-            if origin.part != 1:
-                raise claims.bypassed(engine.name)
-        engine.reduce(optimizer)
-
-    def note_zeros(self, zeroed: Collection[Engine]) -> None:
-        """Note that one optimizer's gradients were zeroed, and with them all of these models': the others' microbatches
-        still count."""
-        for engine in filter(None, map(call, self._engines)):
-            held = engine.gradients
-            if engine in zeroed:
-                continue
-            if held.is_own or held.is_current:
-                break
-        else:
-            self.steps.drop_step()
-            self._claims.clear()
-        self.went_past = False
+    def _drop_interrupted(self) -> None:
+        """Called outside of any pass: those that have not ended never will."""
+        for known in (self._running, self._passed_by, self._open):
+            known.clear()
+        for each in self._engines():
+            each.hooks.await_pass()
 
     def weight(self) -> float:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
@@ -270,11 +122,11 @@ class Passes:
             engines = [each for each in engines if each is first or any(map(is_left_at, each.leaves()))]
         return {optimizer for each in engines for optimizer in each.trainers.optimizers()}
 
-    # In a backward pass. Hooks hold their objects weakly: the garbage collector does not see autograd's references.
+    # Hooks hold these objects weakly: the garbage collector does not see autograd's references.
 
     @staticmethod
     def _arrive_at_output(
-        passes: ref[Passes], engine: ref[Engine], origin: Origin, gradient: torch.Tensor | None
+        passes: ref[BackwardPasses], engine: ref[Engine], origin: Origin, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Handle a gradient that flows from the loss into an output of the model."""
         self, model = passes(), engine()
@@ -345,7 +197,9 @@ class Passes:
         )
 
     @staticmethod
-    def _arrive_at_leaf(passes: ref[Passes], engine: ref[Engine], gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _arrive_at_leaf(
+        passes: ref[BackwardPasses], engine: ref[Engine], gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Handle a gradient that arrives at a parameter of the model; None if autograd has none."""
         self, model = passes(), engine()
         if self is None or model is None:
@@ -362,7 +216,7 @@ class Passes:
         return scaled(self.steps.step.scale(run.counted.visit) * run.part, gradient)
 
     @staticmethod
-    def _notice_arrival(passes: ref[Passes], engine: ref[Engine]) -> None:
+    def _notice_arrival(passes: ref[BackwardPasses], engine: ref[Engine]) -> None:
         """Handle the first gradient that arrives at the model in a pass: count the pass now, if no output has shown it
         and no leaf has a hook that would. Refuse an uneven part now, since other ranks may reduce now."""
         self, model = passes(), engine()
@@ -478,7 +332,7 @@ class Passes:
             queue_callback(ending)
 
     @staticmethod
-    def _end(passes: ref[Passes], task: int) -> None:
+    def _end(passes: ref[BackwardPasses], task: int) -> None:
         """Finish a backward pass that has ended without an error."""
         if (self := passes()) is None:
             return

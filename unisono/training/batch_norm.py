@@ -93,19 +93,14 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
     """Make every BatchNorm1d, 2d and 3d of a module normalise over the samples of all ranks.
 
     Each layer remains the same object, with its parameters, buffers, hooks and settings, and an instance of its class.
-    A layer that is already synchronised is reassigned to `world`. Other kinds of normalisation are left unchanged.
+    A layer that is already synchronised is reassigned to `world`. Other kinds of normalisation are left unchanged. One
+    that has not received its first batch (LazyBatchNorm), or has a user-defined class, is a TypeError.
 
     Args:
         world: the ranks whose layers communicate; in training, every rank must call the layers in the same order.
         weigh: returns the factor that will scale this rank's gradients, up to a factor common to all ranks. Called in
             each forward pass in training, where 0 means that the rank's samples only repeat others, and in its backward
             pass.
-
-    Returns:
-        The module.
-
-    Raises:
-        TypeError: a layer has not received its first batch (LazyBatchNorm), or has a user-defined class.
     """
     layers = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
     # All layers are checked before the first is changed.

@@ -164,8 +164,7 @@ def checked_weight(weight: float | torch.Tensor) -> float:
 
 
 def check_same(known: Claim, claim: Claim, is_of_virtual: bool) -> None:
-    """Check the claims of two losses of one microbatch, which may be of a virtual rank, or of two passes through its
-    graph."""
+    """Check the claims of two losses of one microbatch, or of two passes through its graph."""
     if known[:2] != claim[:2] and is_of_virtual:
         one, other = (f"{each.samples:g}" if each.is_given else None for each in (known, claim))
         raise ValueError(

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from unisono.training.gradients import is_sparse, values_of
 from unisono.training.strategies.sharded import gathered, is_distributed
-from unisono.world import World, current_world
+from unisono.world import World
 
 
 def clip_grad_norm(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
     max_norm: float,
+    world: World,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-    *,
-    world: World | None = None,
 ) -> torch.Tensor:
     """Scale the gradients so that their norm, over all parameters and ranks, is at most `max_norm`.
 
@@ -29,18 +28,15 @@ def clip_grad_norm(
         norm_type: the order of the norm, which may be infinity.
         error_if_nonfinite: raise RuntimeError, on all ranks and before anything is scaled, if the norm is not finite.
         foreach: as for torch's, of whole gradients.
-        world: None uses the current one.
 
     Returns:
         The norm before clipping, a plain tensor, equal on all ranks.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
         if parameter.grad is not None and is_sparse(parameter.grad):  # each row once; torch has no norm for these
             parameter.grad = parameter.grad.coalesce()
     if not any(is_distributed(parameter) or is_sparse(parameter.grad) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    world = world or current_world()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if is_distributed(gradient)]
     whole = [gradient for gradient in gradients if not is_distributed(gradient)]

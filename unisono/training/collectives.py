@@ -248,11 +248,8 @@ def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: 
 
 
 def refuse_within_round(name: str, world: World, is_of_batch: bool = False) -> None:
-    """Refuse (RuntimeError) what ranks do together for each batch, where their numbers of batches differ.
-
-    Args:
-        is_of_batch: whether it makes no sense at the end of a round either.
-    """
+    """Refuse (RuntimeError) what ranks do together for each batch, where their numbers of batches differ; what is of a
+    batch, at the end of a round, too."""
     loop = next(iter(world.state.deliveries.open_loops()), None)
     draw = None if loop is None or loop.last is None else loop.last.draw
     if draw is None or not draw.carried.balances or (draw.ends_round and not is_of_batch):

@@ -68,11 +68,8 @@ def record_settings(world: World, given: Mapping[str, Any]) -> None:
 
 
 def record_checkpoint(world: World, kind: str, path: object, mark: str, facts: Mapping[str, Any] | None) -> None:
-    """Write that a checkpoint was "saved" or "loaded", where a record is kept: a step can be replayed from it.
-
-    Args:
-        facts: of an Accelerator, `taken` by its optimizers, and `bits`, which are empty without virtual ranks.
-    """
+    """Write that a checkpoint was "saved" or "loaded", where a record is kept: a step can be replayed from it. An
+    Accelerator's facts are `taken`, by its optimizers, and `bits`, which are empty without virtual ranks."""
     write = world.timeline.write_digests
     if write is not None and facts and facts["bits"]:
         write({kind: str(path), "mark": mark, "steps": [steps for steps, *_ in facts["taken"]]})
@@ -131,17 +128,14 @@ class Digests:
         if self._replay is not None:
             self._replay.end_step(self._number, step)
 
-    @property
-    def has_debugger(self) -> bool:
-        """Whether a debugger is to run in front of a step."""
-        return self._replay is not None and self._replay.has_debugger
-
-    def step_in_debugger(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """That method of the optimizer, with a debugger in front of the step that is replayed."""
+    def in_debugger(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """That method of the optimizer, with a debugger in front of the step that is replayed, if one is to run."""
+        replay = self._replay
+        if replay is None or not replay.has_debugger:
+            return step
 
         def debugged(*args: Any, **kwargs: Any) -> Any:
-            assert self._replay is not None
-            self._replay.debug(self._number, self._step)
+            replay.debug(self._number, self._step)
             return step(*args, **kwargs)
 
         return debugged

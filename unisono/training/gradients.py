@@ -32,11 +32,9 @@ def reduce_gradients(
 
     Args:
         parameters: the same ones in the same order on each rank.
-        place: the position of this rank in its loop, in words that are equal on all ranks in lock-step.
+        place: the position of this rank in its loop, in words that are equal on all ranks in lock-step; others are a
+            CollectiveMismatchError.
         add_up: replaces a vector by its sum over the ranks; None is the communicator's `all_reduce`.
-
-    Raises:
-        CollectiveMismatchError: the ranks are at different positions.
     """
     if world.comm.size == 1 or not parameters:
         scale_gradients(parameters, factor, in_place=not world.backend.is_lazy)
@@ -107,11 +105,8 @@ def scale_in_place(tensor: torch.Tensor, factor: float) -> None:
 
 
 def check_presence(parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse to step without gradients; after the reduction all ranks have the same, so all refuse or none does.
-
-    Raises:
-        RuntimeError: no parameter has a gradient.
-    """
+    """Refuse (RuntimeError) to step if no parameter has a gradient; after the reduction all ranks have the same, so all
+    refuse or none does."""
     if parameters and all(each.grad is None for each in parameters):
         raise RuntimeError(
             f"none of the optimizer's {len(parameters)} parameters has a gradient; call loss.backward() before the "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -26,7 +27,7 @@ from unisono.world import World, given_world
 logger = logging.getLogger(__name__)
 
 _LOOKS = 4  # backward passes: a batch without padding says nothing
-_LEAF = "torch::autograd::AccumulateGrad"
+LEAF = "torch::autograd::AccumulateGrad"  # autograd's node for a leaf
 _PASSED = 1000  # nodes between a sum and the model's outputs
 _LINEAR = ("Add", "Sub", "Neg", "View", "Unsafe", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias", "_DDPSink")
 _ENDING = (
@@ -225,7 +226,7 @@ def _passed(node: Any, begun: int, rows: int) -> set[str] | None:
     names, left, reaches = set[str](), [node], False
     while left and len(names) < _PASSED:
         for each, _ in left.pop().next_functions:
-            if each is None or each.name() == _LEAF:
+            if each is None or each.name() == LEAF:
                 continue
             if _number(each) <= begun:
                 reaches = True
@@ -239,15 +240,19 @@ def _passed(node: Any, begun: int, rows: int) -> set[str] | None:
 
 def _is_after(root: Any, begun: int) -> bool:
     """Whether a loss was computed from the model's outputs, or is one."""
+    return any(node.name() != LEAF and _number(node) <= begun for node in islice(graph_nodes(root), _PASSED))
+
+
+def graph_nodes(root: Any) -> Iterator[Any]:
+    """The nodes of autograd's graph from this one on, each once."""
+    # A loop, not a recursion: the graph may be deeper than Python's stack.
     left, seen = [root], {root, None}
-    while left and len(seen) < _PASSED:
+    while left:
         node = left.pop()
-        if node.name() != _LEAF and _number(node) <= begun:
-            return True
+        yield node
         new = {each for each, _ in node.next_functions} - seen
         seen |= new
         left += new
-    return False
 
 
 def _number(node: Any) -> int:

@@ -19,19 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from unisono.training.rules import (
-    COLLECTING,
-    FINAL,
-    PASS,
-    REQUEST,
-    STEP,
-    TAKEN,
-    VISIT,
-    ZERO,
-    ZEROED,
-    Policy,
-    policy_of,
-)
+from unisono.training.rules import COLLECTING, FINAL, PASS, REQUEST, STEP, TAKEN, VISIT, ZERO, ZEROED, Policy, policy_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -75,8 +63,9 @@ class Step:
 
     __slots__ = ("latest", "number", "policy", "state", "visited", "visits")
 
-    def __init__(self, policy: Policy, number: int = 1, visits: Sequence[Visit] = ()) -> None:
-        self.policy, self.number, self.visits = policy, number, list(visits)
+    def __init__(self, policy: Policy, number: int = 1) -> None:
+        self.policy, self.number = policy, number
+        self.visits: list[Visit] = []
         self.latest: dict[object, Visit] = {}
         self.visited: dict[Loop, int] = {}
         self.state = COLLECTING
@@ -314,11 +303,8 @@ class Machine:
     # A pass.
 
     def find_visit(self, source: object, optimizers: Callable[[], Collection[Optimizer]]) -> tuple[Step, Visit | None]:
-        """The step that a pass on that source belongs to, perhaps a new one, and the visit, if it has begun before.
-
-        Args:
-            optimizers: returns those of the models that the pass reaches.
-        """
+        """The step that a pass on that source belongs to, perhaps a new one, and the visit, if it has begun before;
+        `optimizers` returns those of the models that the pass reaches."""
         step = self.step
         known = step.latest.get(source)
         if known is not None and source is not self.block and self._is_over(known.began, optimizers):
@@ -411,11 +397,7 @@ class Machine:
         return self._requests_of(optimizer).stepped_at
 
     def zeroes(self, optimizer: Optimizer, held: Sequence[Held]) -> bool:
-        """Whether `zero_grad()` zeroes: gradients of a step are kept between its microbatches.
-
-        Args:
-            held: what each of the optimizer's models holds.
-        """
+        """Whether `zero_grad()` zeroes what the optimizer's models hold; between microbatches that is kept."""
         step = self.step
         if (step.state, ZERO) in step.policy.sure or step.policy.parts:  # what was asked for is set aside
             return True
@@ -438,12 +420,12 @@ class Machine:
 
     # Questions.
 
-    def is_boundary(self, delivered: Callable[[], Batch | None] = lambda: None) -> bool:
-        """Whether a request at this point is taken; after a request, whether it was.
+    def delivered_last(self) -> Batch | None:
+        """The batch that the innermost open loop has delivered last, if that is known."""
+        return None
 
-        Args:
-            delivered: returns the batch that the innermost open loop has delivered last.
-        """
+    def is_boundary(self) -> bool:
+        """Whether a request at this point is taken; after a request, whether it was."""
         step, origin = self.step, self.origin
         policy = self.policy if step.state == TAKEN else step.policy
         if not policy.is_mean:
@@ -461,7 +443,7 @@ class Machine:
         if origin is not None and origin.claim.is_empty:
             return False
         step = Step(policy) if step.state == TAKEN else step
-        return policy.completes(self, step, delivered() if origin is None else origin.batch, 1)
+        return policy.completes(self, step, self.delivered_last() if origin is None else origin.batch, 1)
 
     def has_unknown_end(self) -> bool:
         """Whether nothing says where the current loop ends: its data comes from no loader, and is in no block."""

@@ -20,12 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.arguments import check_type
 from unisono.report.timeline import REDUCE, STEP
 from unisono.training.agreement import check_agreement
-from unisono.training.backward import Passes
 from unisono.training.claims import Crossings, Origin, check_counts, claim_of, find_origin, named_origin, refuse_crossed
 from unisono.training.finiteness import LOSS, Finiteness
 from unisono.training.gradients import check_presence, reduce_gradients, scaled
+from unisono.training.losses import LEAF, graph_nodes
 from unisono.training.machine import name_batches
 from unisono.training.parameter_names import describe_rates, trained_parameters
+from unisono.training.passes import Passes
 from unisono.training.steps import Steps
 from unisono.training.strategies.sharded import holds_any
 from unisono.world import World, current_world
@@ -197,11 +198,8 @@ def reduce_by_hand(optimizer: Optimizer, world: World) -> None:
 
 
 def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None) -> float:
-    """Reduce the gradients of an optimizer that is not prepared; returns this rank's part of the step. A collective.
-
-    Args:
-        origin: of the gradients that plain `loss.backward()` has left; None finds it.
-    """
+    """Reduce the gradients of an optimizer that is not prepared; returns this rank's part of the step. `origin` is
+    that of what plain `loss.backward()` has left; None finds it. A collective."""
     hand = world.state.part(ByHand)
     steps = hand.steps_of(world)
     if _is_counted(optimizer, hand):
@@ -281,18 +279,6 @@ def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: Wor
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in which the backward pass of the loss accumulates gradients."""
-    found: list[torch.Tensor] = []
-    # A loop, not a recursion: the graph may be deeper than Python's stack.
-    seen, left = {loss.grad_fn}, [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None:
-            continue
-        # AccumulateGrad, autograd's node for a leaf, holds the leaf as `variable`. The name is checked, since the node
-        # of a user's Function may have its own attribute `variable`.
-        if node.name() == "torch::autograd::AccumulateGrad":
-            found.append(getattr(node, "variable"))  # noqa: B009 - which torch does not annotate
-        new = {each for each, _ in node.next_functions if each not in seen}
-        seen |= new
-        left.extend(new)
-    return found
+    nodes = () if loss.grad_fn is None else graph_nodes(loss.grad_fn)
+    # By the name: the node of a user's Function may have its own attribute `variable`.
+    return [node.variable for node in nodes if node.name() == LEAF]

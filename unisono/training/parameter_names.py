@@ -37,13 +37,10 @@ def in_brackets(parameter: torch.Tensor) -> str:
     return f" ({name})" if name else ""
 
 
-def name_of(parameter: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
-    """Describe the parameter by its name, or by its position among `parameters`."""
+def name_of(parameter: torch.Tensor) -> str:
+    """Its name, in quotes; its shape, if it has none."""
     name = _names.get(parameter)
-    if name is not None:
-        return repr(name)
-    place = next((place for place, each in enumerate(parameters) if each is parameter), None)
-    return f"parameter {place} of shape {list(parameter.shape)}"
+    return f"a parameter of shape {list(parameter.shape)}" if name is None else repr(name)
 
 
 def has_gradient(optimizer: Optimizer) -> bool:
@@ -56,8 +53,7 @@ def has_gradient(optimizer: Optimizer) -> bool:
 
 
 def describe_rates(groups: Iterable[Mapping[str, Any]]) -> str:
-    """The learning rates of optimizers' groups that are plain numbers, so that ranks can compare what they step
-    with."""
+    """The learning rates of optimizers' groups that are plain numbers, in words that ranks can compare."""
     # To six digits: hosts may compute the cosine of a schedule differently in the last one.
     found: dict[str, None] = {}
     for group in groups:

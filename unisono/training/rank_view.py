@@ -20,13 +20,9 @@ T = TypeVar("T")
 
 
 class RankView:
-    """The properties of a rank, and blocks that ranks run in turn.
+    """The properties of a rank, and blocks that ranks run in turn."""
 
-    Attributes:
-        world: the rank's; set by the subclass.
-    """
-
-    world: World
+    world: World  # the rank's; set by the subclass
     _is_triggered = False
 
     @property

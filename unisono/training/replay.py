@@ -2,9 +2,10 @@
 
 Before its first step, a rank loads the chosen checkpoint, whatever the script names. Its digests are compared with
 those of the record, and each rank ends after the step that was asked for. What the package would write goes to a
-scratch directory, and what the script itself would write over is refused (`kept_files.py`).
+scratch directory, and what the script itself would write over is refused (`files_kept`).
 
-*Threads:* the rank's; lines of the record also come from the thread that writes a checkpoint.
+*Threads:* the rank's; lines of the record also come from the thread that writes a checkpoint, and any thread that opens
+a file calls the guard of `files_kept`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
+
 from unisono.comm import preemption
 from unisono.comm.stacks import users_frame
 from unisono.report.digests import DIFFERENT, EQUAL, NOT_COMPARABLE, RunDigests, compare_settings, compare_steps
-from unisono.training.kept_files import files_kept
 from unisono.world import World
+
+# The audit events that are refused, and how many paths each has.
+_WRITES = {"open": 1, "os.remove": 1, "os.rename": 2, "os.truncate": 1, "shutil.rmtree": 1}
 
 
 @dataclass
@@ -107,8 +113,7 @@ class Replay:
                 _end()
 
     def debug(self, optimizer: int, step: int) -> None:
-        """Run the debugger in the user's frame that asks for the step, if it is the replayed one. SystemExit: the user
-        has quit."""
+        """Run the debugger in the user's frame that asks for the replayed step. SystemExit: the user has quit."""
         if (step, optimizer) != (self.step, self.optimizer):
             return
         import pdb  # here: other runs do without
@@ -142,8 +147,7 @@ class Replay:
                 self._say(compare_steps(self.recorded, self.replayed)[1])
 
     def verdict(self) -> tuple[int, str]:
-        """What rank zero has found, in words, after an exit code: 0 if all is equal, 1 if not, 2 if the step was not
-        reached."""
+        """What rank zero has found, after an exit code: 0 if all is equal, 1 if not, 2 if the step was not reached."""
         if not self.last and self._was_debugged:
             return EQUAL, f"replayed no step on {self._devices}"
         span = f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
@@ -194,3 +198,42 @@ def _end() -> NoReturn:
     """End the script early, on all ranks at the same place, like one that has asked `should_stop`."""
     preemption.agree()
     sys.exit(0)
+
+
+@contextmanager
+def files_kept(directory: str) -> Iterator[None]:
+    """During the block, this process and its forks cannot change, rename or remove files that are in the directory now,
+    or below: PermissionError names the file. Hidden ones, such as caches, may be changed; what native code writes is
+    not seen, except for torch.save."""
+    began, is_over = time.time(), False
+
+    def guard(event: str, args: tuple[Any, ...]) -> None:
+        if is_over or event not in _WRITES or (event == "open" and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+            return
+        for path in args[: _WRITES[event]]:
+            if isinstance(path, str | bytes | os.PathLike) and _is_kept(path):
+                raise PermissionError(
+                    f"a replay overwrites no file of the run, and the script would change {os.fsdecode(path)}; start "
+                    "it in another directory, which has links to what it reads: --cwd DIR"
+                )
+
+    def _is_kept(path: Any) -> bool:
+        try:
+            found = os.stat(path)
+        except (OSError, ValueError):
+            return False
+        is_old = found.st_size > 0 and found.st_ctime < began  # an empty one may be a lock
+        real = os.path.realpath(os.fsdecode(path))
+        return is_old and real.startswith(directory + os.sep) and not real.startswith(os.path.join(directory, "."))
+
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):  # C++ writes it
+            guard("open", (f, "wb", os.O_WRONLY))
+        plain_save(obj, f, *args, **kwargs)
+
+    sys.addaudithook(guard)  # which stays
+    plain_save, torch.save = torch.save, save
+    try:
+        yield
+    finally:
+        is_over, torch.save = True, plain_save

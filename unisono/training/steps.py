@@ -130,11 +130,7 @@ class Steps(Machine):
                 "the rows along their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
             )
 
-    def is_boundary(self, delivered: Callable[[], Batch | None] | None = None) -> bool:
-        """As `Machine` says; the deliveries are the rank's own."""
-        return super().is_boundary(delivered or self._delivered_last)
-
-    def _delivered_last(self) -> Batch | None:
+    def delivered_last(self) -> Batch | None:
         loops = self.world.state.deliveries.open_loops()
         return loops[0].last if loops else None
 

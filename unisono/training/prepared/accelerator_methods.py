@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_type
 from unisono.protocols import ReduceOp
-from unisono.training.backward import Passes
+from unisono.report.timeline import REDUCE
+from unisono.training.clipping import clip_grad_norm
 from unisono.training.collectives import gather_nested, pad_nested, reduce_nested
+from unisono.training.passes import Passes
 from unisono.training.prepared.checks import check_accumulation
 from unisono.training.prepared.metrics import gather_rows
 from unisono.training.prepared.model import PreparedModel
@@ -109,11 +111,9 @@ class GradientMethods:
         all weights in it were 0."""
         return any(each.was_skipped for each in self._prepared.steppers())
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Forward passes of this prepared model within the block leave their gradients unreduced."""
-        with model.no_sync() if isinstance(model, PreparedModel) else nullcontext():
-            yield
+        return model.no_sync() if isinstance(model, PreparedModel) else nullcontext()
 
     def clip_grad_norm_(
         self,
@@ -137,7 +137,10 @@ class GradientMethods:
         Raises:
             RuntimeError: `error_if_nonfinite`, and the norm is infinite or NaN; on all ranks, which share it.
         """
-        return self._prepared.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        with self._prepared.reduced(parameters, "clip_grad_norm_") as found:
+            if found is None:
+                return None
+            return clip_grad_norm(found, max_norm, self._steps.world, norm_type, error_if_nonfinite, foreach)
 
     def clip_grad_value_(
         self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
@@ -150,7 +153,9 @@ class GradientMethods:
             clip_value: the bound, positive.
             foreach: as for torch's function.
         """
-        self._prepared.clip_value(parameters, clip_value, foreach)
+        with self._prepared.reduced(parameters, "clip_grad_value_") as found:
+            if found is not None:
+                nn.utils.clip_grad_value_(found, clip_value, foreach)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """With "fp16", unscale the gradients. They are reduced first, so every rank must call it; the step does neither
@@ -162,8 +167,15 @@ class GradientMethods:
         Raises:
             ValueError: an optimizer is not prepared.
         """
-        if self.scaler is not None:
-            self._prepared.unscale([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+        if self.scaler is None:
+            return
+        given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        found = self._prepared.steppers() if given is None else map(self._prepared.stepper_of, given)
+        for place, stepper in enumerate(found):
+            if stepper is None:
+                raise ValueError(f"optimizer {place} is not prepared; pass what prepare() returned")
+            if self._steps.is_boundary():
+                stepper.reduce()
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -174,8 +186,12 @@ class GradientMethods:
             model: a prepared model; for another one the block does nothing.
         """
         yield
-        if isinstance(model, PreparedModel):
-            self._prepared.reduce_now(model)
+        world = self._steps.world
+        if not isinstance(model, PreparedModel) or world.comm.size == 1 or not self._steps.is_boundary():
+            return
+        if model.engine.gradients.is_own:
+            with world.timeline.loop().span(REDUCE):
+                self._passes.reduce(model.engine)
 
 
 class GatherMethods:
@@ -248,3 +264,41 @@ class GatherMethods:
             TypeError, ValueError, CollectiveMismatchError: as for `gather`.
         """
         return pad_nested(values, dim, pad_index, pad_first, self.world)
+
+
+_OURS = {
+    "all_gather": "gather(values)",
+    "all_reduce": "reduce(values)",
+    "barrier": "wait_for_everyone()",
+    "broadcast": "unisono.broadcast(tensor)",
+    "clear": "free_memory()",
+    "clip_gradients": "clip_grad_norm_(model, max_norm) or clip_grad_value_(model, clip_value)",
+    "gather_object": "unisono.all_gather_object(value)",
+    "get_state_dict": "state_dict(model)",
+    "global_rank": "process_index",
+    "is_global_zero": "is_main_process",
+    "launch": "unisono.spawn(fn), or `unisono run`",
+    "local_rank": "local_process_index",
+    "log_dict": "log(values, step)",
+    "no_backward_sync": "no_sync(model)",
+    "on_local_main_process": "`if accelerator.is_local_main_process:`",
+    "on_process": "`if accelerator.process_index == n:`",
+    "profile": "torch.profiler.profile(); unisono.gather_report() says where the time of the loop went",
+    "rank": "process_index",
+    "rank_zero_first": "main_process_first()",
+    "save": "save_model(model, directory), or torch.save on rank zero",
+    "seed_everything": "Accelerator(seed=...)",
+    "skip_first_batches": "loader.load_state_dict(state): loaders resume by themselves",
+    "state": "accelerator.world, which has the rank's facts",
+    "use_distributed": "num_processes > 1",
+    "world_size": "num_processes",
+    **dict.fromkeys(("prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"), "prepare()"),
+    **dict.fromkeys(("setup", "setup_dataloaders", "setup_module", "setup_optimizers"), "prepare()"),
+}
+"""The names here of attributes of Accelerate's Accelerator and Lightning's Fabric."""
+
+
+def describe_missing(name: str) -> str:
+    """The text of the AttributeError for a name that an Accelerator does not have."""
+    ours = f": here it is {_OURS[name]}" if name in _OURS else ""
+    return f"'Accelerator' object has no attribute {name!r}{ours}"

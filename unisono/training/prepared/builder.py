@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from unisono.devices.movement import map_module, move_module
 from unisono.devices.randomness import seed_of, seed_python
-from unisono.training.backward import Passes
 from unisono.training.batch_norm import synchronize_batch_norm
 from unisono.training.compilation import compile_module
 from unisono.training.digests import Digests
 from unisono.training.meta_modules import fill, is_on_meta
+from unisono.training.passes import Passes
 from unisono.training.prepared.metrics import synchronize_metric
 from unisono.training.prepared.model import PreparedModel
 from unisono.training.prepared.scaler import LossScaler
@@ -98,9 +98,8 @@ class Builder:
         is_recorded = self.digest_every and self.world.timeline.is_recorded
         if steps.virtual is not None and (is_recorded or replay_of(self.world) is not None):
             digests = Digests(optimizer, steps, self.digest_every)
-            if digests.has_debugger:
-                step = digests.step_in_debugger(optimizer.step if step is None else step)
-        stepper = Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step, digests)
+            step = digests.in_debugger(step)
+        stepper = Stepper(optimizer, self.passes, self.max_grad_norm, self.scaler, step, digests)
         UnpreparedSchedule(stepper)
         return stepper
 

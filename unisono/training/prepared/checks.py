@@ -25,11 +25,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_features(world: World, strategy: type[Strategy], options: Options, precision: str, compile: Any) -> None:
-    """Refuse features that the world's devices do not support.
-
-    Raises:
-        ValueError: a feature is not supported; the message names an alternative.
-    """
+    """Refuse (ValueError) features that the world's devices do not support."""
     hook = options.comm_hook if isinstance(options, DDP) else None
     asked: dict[str, tuple[Feature, bool]] = {
         f"strategy={options.name!r}": ("process_group", world.is_of_processes and strategy.is_needed),
@@ -83,14 +79,8 @@ def _enter(backend: Backend, device: torch.device, strategy: type[Strategy]) -> 
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Check the arguments of an Accelerator that need no device.
-
-    Args:
-        given: the arguments, by name.
-
-    Raises:
-        TypeError, ValueError: one has another type, is out of range, or conflicts with another.
-    """
+    """Check the arguments of an Accelerator, by name, that need no device: their types, their ranges (TypeError,
+    ValueError), and whether they go together."""
     check_choice(given["mixed_precision"], "mixed_precision", "no", *AUTOCAST)
     norm = given["max_grad_norm"]
     check_type(norm, "max_grad_norm", "pass a positive number, or None", int, float, NoneType)
@@ -122,11 +112,7 @@ def _is_plain(options: Options) -> bool:
 
 
 def check_virtual(given: Mapping[str, Any], world: World, options: Options) -> VirtualRanks:
-    """Check `virtual_ranks`, and that the other arguments fit it; returns those that this rank carries.
-
-    Raises:
-        TypeError, ValueError: as `check_arguments`.
-    """
+    """Check, as `check_arguments`, `virtual_ranks` and what has to fit it; returns those that this rank carries."""
     count = virtual_of(given["virtual_ranks"]).count
     every, reason = given["gradient_accumulation_steps"], world.backend.unsupported_reason("virtual_ranks")
     refused = {

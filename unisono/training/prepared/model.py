@@ -15,12 +15,12 @@ from torch import nn
 from unisono.batches.deliveries import Batch
 from unisono.report.timeline import FORWARD
 from unisono.torch_private import APPLY, MODULES, overrides
-from unisono.training.backward import Passes
 from unisono.training.compilation import keep_out_of_graphs
-from unisono.training.prepared.stepper import alive, steppers
+from unisono.training.passes import Passes
+from unisono.training.prepared.step_checks import alive, steppers
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.sharded import MIXED, is_sharded
+from unisono.training.strategies.sharded import MIXED, units_in
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -127,7 +127,7 @@ class PreparedModel(nn.Module):
         """A block in whose steps each rank follows its own gradients, weighted by its samples. The ranks' parameters
         differ until the script averages them. ValueError for a sharded model, or one that steps locally already."""
         engine = self.engine
-        if is_sharded(self.module):
+        if units_in(self.module):
             raise ValueError(
                 f"the {engine.name} is sharded by strategy='fsdp', and no rank has a whole one to step with; use "
                 "strategy='ddp'"

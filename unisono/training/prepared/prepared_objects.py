@@ -17,9 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.report.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
-from unisono.training.clipping import clip_grad_norm
 from unisono.training.means import Mean
 from unisono.training.optimizer import prepared
 from unisono.training.parameter_names import parameters_of, remember_names, trained_parameters
@@ -53,12 +51,8 @@ class PreparedObjects:
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
-        """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed.
-
-        Raises:
-            TypeError: an object cannot be prepared.
-            ValueError: one was prepared before, or an optimizer and the models do not belong together.
-        """
+        """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed;
+        raises as `Accelerator.prepare`."""
         given = [(where, each) for place, each in enumerate(objects) for where, each in _flat_pairs(str(place), each)]
         bare = {id(each): BareParameter(each) for _, each in given if isinstance(each, torch.Tensor)}
         flat = [(where, bare.get(id(each), each)) for where, each in given]
@@ -100,46 +94,8 @@ class PreparedObjects:
         made = {id(model.module): model for model in self._models()}
         return [made.get(id(module), module) for module in self.modules()]
 
-    def clip_norm(
-        self,
-        parameters: nn.Module | Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float,
-        error_if_nonfinite: bool,
-        foreach: bool | None,
-    ) -> torch.Tensor | None:
-        """As `Accelerator.clip_grad_norm_`."""
-        with self._reduced(parameters, "clip_grad_norm_") as found:
-            if found is None:
-                return None
-            return clip_grad_norm(found, max_norm, norm_type, error_if_nonfinite, foreach, world=self._builder.world)
-
-    def clip_value(
-        self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float, foreach: bool | None
-    ) -> None:
-        """As `Accelerator.clip_grad_value_`."""
-        with self._reduced(parameters, "clip_grad_value_") as found:
-            if found is not None:
-                nn.utils.clip_grad_value_(found, clip_value, foreach)
-
-    def unscale(self, optimizers: Sequence[Optimizer] | None) -> None:
-        """As `Accelerator.unscale_gradients`."""
-        found = self.steppers() if optimizers is None else [self._stepper_of(each) for each in optimizers]
-        for place, stepper in enumerate(found):
-            if stepper is None:
-                raise ValueError(f"optimizer {place} is not prepared; pass what prepare() returned")
-            if self._builder.passes.steps.is_boundary():
-                stepper.reduce()
-
-    def reduce_now(self, model: PreparedModel) -> None:
-        """As `Accelerator.trigger_sync_in_backward`: reduce what backward passes have left on each rank alone."""
-        world, passes = self._builder.world, self._builder.passes
-        if world.comm.size > 1 and passes.steps.is_boundary() and model.engine.gradients.is_own:
-            with world.timeline.loop().span(REDUCE):
-                passes.reduce(model.engine)
-
     @contextmanager
-    def _reduced(
+    def reduced(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
     ) -> Iterator[list[torch.Tensor] | None]:
         """A block that changes these gradients, reduced and unscaled; it gets None while microbatches accumulate."""
@@ -200,7 +156,7 @@ class PreparedObjects:
             self._builder.strategy.check(each)
         elif isinstance(each, LRScheduler | ReduceLROnPlateau):
             optimizer = each.optimizer
-            if self._stepper_of(optimizer) is None and not any(optimizer is other for other in together):
+            if self.stepper_of(optimizer) is None and not any(optimizer is other for other in together):
                 raise ValueError(
                     f"the {name} at position {where} schedules a {type(optimizer).__name__} that is not prepared; "
                     "prepare the optimizer together with it, or before it"
@@ -269,7 +225,8 @@ class PreparedObjects:
         if any(id(each) in own for each in engine.module.parameters()):
             stepper.train(engine)
 
-    def _stepper_of(self, optimizer: Optimizer) -> Stepper | None:
+    def stepper_of(self, optimizer: Optimizer) -> Stepper | None:
+        """The stepper of a prepared optimizer; None for another one."""
         return next((each for each in self.steppers() if each.optimizer is optimizer), None)
 
     def _add_scheduler(self, scheduler: Any, made: dict[int, Any]) -> PreparedScheduler:
@@ -278,7 +235,7 @@ class PreparedObjects:
         # Without this mark torch warns, when a scheduler steps, that the optimizer's steps are not counted.
         if not hasattr(optimizer.step, STEP_WRAPPED):
             setattr(optimizer.step.__func__, STEP_WRAPPED, True)
-        stepper = self._stepper_of(optimizer)
+        stepper = self.stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
         follower = PreparedScheduler(scheduler, stepper, self._schedule_unit)
         _remember_made(follower, scheduler)

@@ -82,7 +82,8 @@ class PreparedScheduler:
             )
         unit = self._unit
         if loop is not None and unit is None and not (has_metric or is_constant(self.scheduler)):
-            unit = unit_of(self.scheduler, loop.lengths(), int(stepper.every), stepper.world.comm.size)
+            every, ranks = int(stepper.steps.step.policy.every), stepper.world.comm.size
+            unit = unit_of(self.scheduler, loop.lengths(), every, ranks)
         self._asked, self._taken = stepper.num_asked, stepper.taken
         if was_asked and before.steps == stepper.taken.steps:
             return
@@ -160,17 +161,17 @@ class UnpreparedSchedule:
             return
         is_alone = len(stepper.checks) == 1 and hasattr(stepper.optimizer.step, STEP_WRAPPED)
         stepper.checks.remove(self.look)
-        size, is_mean = stepper.world.comm.size, stepper.is_mean
+        size, is_mean = stepper.world.comm.size, stepper.steps.policy.is_mean
         batches, rounds = (None if loop is None else loop.lengths()) or (size, 1)
         is_changed = loop is not None and loop is self._loop and rates != self._rates
-        if stepper.is_virtual and is_alone and is_changed:
+        if stepper.steps.virtual is not None and is_alone and is_changed:
             raise RuntimeError(
                 f"a scheduler of the {type(stepper.optimizer).__name__} was not prepared: with virtual_ranks it "
                 "advances with each batch of a rank, so it depends on their number; pass it to accelerator.prepare()"
             )
         if stepper.world.rank or not (is_alone and is_changed and (is_mean or batches != rounds)):
             return
-        when = f"on every microbatch, though {stepper.every} make a step"
+        when = f"on every microbatch, though {stepper.steps.step.policy.every} make a step"
         if not is_mean:
             when = f"once in a step of {size} ranks, where one device takes {batches / rounds:.3g} steps"
         logger.warning(
@@ -206,14 +207,11 @@ def _reads_its_step(rate: Any) -> bool:
 
 
 def unit_of(scheduler: Any, lengths: tuple[int, int] | None, microbatches: int, ranks: int) -> Unit:
-    """The unit that the schedule counts, if all units are equal, as on one rank without accumulation.
+    """The unit that the schedule counts, if all units are equal, as on one rank without accumulation; else ValueError.
 
     Args:
         lengths: of the loader that the loop runs over: as the user wrote it, and prepared; None if it has no length.
         microbatches: the number of microbatches in a step.
-
-    Raises:
-        ValueError: they are not; the message names the lengths.
     """
     if microbatches == 1 and (ranks == 1 or (lengths is not None and lengths[0] == lengths[1])):
         return "step"

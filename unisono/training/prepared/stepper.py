@@ -18,8 +18,7 @@ from contextlib import suppress
 from functools import partial
 from operator import methodcaller
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -29,33 +28,26 @@ from unisono.comm.selection import raise_translated
 from unisono.report.timeline import REDUCE, STEP
 from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
 from unisono.training import optimizer as by_hand
-from unisono.training.backward import Passes
 from unisono.training.clipping import clip_grad_norm
 from unisono.training.digests import Digests
 from unisono.training.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.training.gradients import check_presence
 from unisono.training.parameter_names import has_gradient, trained_parameters
-from unisono.training.prepared.refusals import check_added, check_closure, refuse_assigned, refuse_inside_backward
+from unisono.training.passes import Passes
 from unisono.training.prepared.scaler import LossScaler
+from unisono.training.prepared.step_checks import (
+    check_added,
+    check_closure,
+    refuse_assigned,
+    refuse_inside_backward,
+    steppers,
+    stepping,
+)
 from unisono.training.rules import TAKEN
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import holds_any
-from unisono.world import World
 
 logger = logging.getLogger(__name__)
-
-K = TypeVar("K")
-
-steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
-"""Those of this process, for all ranks that are its threads."""
-
-stepping: set[int] = set()
-"""The ids of the optimizers whose steps run, by their steppers."""
-
-
-def alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
-    """The live keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
-    return [each for reference in table.keyrefs() if (each := reference()) is not None]
 
 
 class Taken(NamedTuple):
@@ -77,10 +69,7 @@ class Taken(NamedTuple):
         A script that calls its scheduler every n optimizer steps does so on one device, too. There the same batches
         make more steps, and so more calls; one call here replaces them all.
         """
-        counted = {
-            "batch": self.batches - before.batches,
-            "device_step": self.device_steps - before.device_steps,
-        }
+        counted = {"batch": self.batches - before.batches, "device_step": self.device_steps - before.device_steps}
         steps = self.steps - before.steps
         return round(counted.get(unit, steps) / steps) if steps else 1
 
@@ -92,6 +81,7 @@ class Stepper:
     """The steps of one prepared optimizer: its `step` and `zero_grad` are replaced by those of this object.
 
     Attributes:
+        world, steps: of its rank.
         num_asked: the number of calls of `step`.
         checks: functions of the schedulers that follow it, called before each step that is taken.
         taken: the steps taken, without the calls that did not step: between microbatches, and after an overflow.
@@ -102,12 +92,11 @@ class Stepper:
     def __init__(
         self,
         optimizer: Optimizer,
-        world: World,
         passes: Passes,
-        max_grad_norm: float | None = None,
-        scaler: LossScaler | None = None,
-        step: Callable[..., Any] | None = None,
-        digests: Digests | None = None,
+        max_grad_norm: float | None,
+        scaler: LossScaler | None,
+        step: Callable[..., Any],
+        digests: Digests | None,
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = 0
@@ -115,14 +104,13 @@ class Stepper:
         self.was_skipped = False
         self.checks: list[Callable[[], None]] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
-        self.world = world
-        self._passes, self._steps = passes, passes.steps
+        self._passes, self.steps, self.world = passes, passes.steps, passes.steps.world
         self._max_grad_norm = max_grad_norm
         self._scaler, self._digests = scaler, digests
         self._has_warned = False
         self._num_groups = len(optimizer.param_groups)
         self.find_engines: Callable[[Stepper], None] = lambda stepper: None
-        self._plain_step, self._plain_zero = step or optimizer.step, optimizer.zero_grad
+        self._plain_step, self._plain_zero = step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)
@@ -170,12 +158,12 @@ class Stepper:
         if len(self.optimizer.param_groups) != self._num_groups:  # perhaps parameters of another prepared model
             self._num_groups = len(self.optimizer.param_groups)
             self.find_engines(self)
-            check_added(self.optimizer, self._engines, self._steps)
-        if current_graph_task_id() >= 0 and not self._steps.is_plain:
+            check_added(self.optimizer, self._engines, self.steps)
+        if current_graph_task_id() >= 0 and not self.steps.is_plain:
             refuse_inside_backward(self.optimizer)
         if closure is not None:
-            check_closure(self._steps, self._scaler is not None)
-        if not self._steps.request(self.optimizer):
+            check_closure(self.steps, self._scaler is not None)
+        if not self.steps.request(self.optimizer):
             self._skip_step()
             return None
         track, before = self.world.timeline.loop(), self.taken.steps
@@ -186,7 +174,7 @@ class Stepper:
                 check()
             if closure is not None:
                 closure = self._reducing_closure(closure)
-            elif self._steps.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
+            elif self.steps.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
                 for engine in self._engines:
                     engine.skip_step(self.optimizer)
                 track.count("skipped steps")
@@ -220,17 +208,14 @@ class Stepper:
         return result
 
     def reduce(self) -> None:
-        """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.
-
-        Raises:
-            RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
-        """
-        is_mean = self._steps.step.policy.is_mean
-        for engine in () if self._steps.is_plain else self._engines:
+        """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing. RuntimeError:
+        no parameter has a gradient; or, with a scaler, a backward pass ran without it."""
+        is_mean = self.steps.step.policy.is_mean
+        for engine in () if self.steps.is_plain else self._engines:
             if engine.agreement.before_load is not None:
                 engine.agreement.announce_load()
             if is_mean and engine.gradients.is_changed():
-                refuse_assigned(self.optimizer, self._steps)
+                refuse_assigned(self.optimizer, self.steps)
             if engine.is_due(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce(engine, self.optimizer)
@@ -261,13 +246,13 @@ class Stepper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
-        if id(self.optimizer) in stepping or not self._steps.step.policy.is_mean or self.may_zero():
+        if id(self.optimizer) in stepping or not self.steps.step.policy.is_mean or self.may_zero():
             self._plain_zero(set_to_none)
             self.note_zeros()
 
     def may_zero(self) -> bool:
         """Whether gradients may be zeroed, as `Machine.zeroes` says."""
-        return self._steps.zeroes(self.optimizer, [each.gradients for each in self._engines])
+        return self.steps.zeroes(self.optimizer, [each.gradients for each in self._engines])
 
     def note_zeros(self) -> None:
         """Record that the gradients are zero."""
@@ -286,50 +271,35 @@ class Stepper:
         """Whether the optimizer's own step is running, on parameters of this model."""
         return id(self.optimizer) in stepping and engine in self._engines
 
-    @property
-    def every(self) -> float:
-        """The number of microbatches in a step."""
-        return self._steps.step.policy.every
-
-    @property
-    def is_mean(self) -> bool:
-        """Whether steps have several microbatches."""
-        return self._steps.policy.is_mean
-
-    @property
-    def is_virtual(self) -> bool:
-        """Whether steps are those of virtual ranks."""
-        return self._steps.virtual is not None
-
     def loop_of_last_step(self) -> Loop | None:
         """The loop over a loader in which the last step was taken, if it has not ended."""
-        batch = self._steps.step.last
+        batch = self.steps.step.last
         return batch.loop if batch is not None and batch.loop.is_open else None
 
     def _count_step(self) -> None:
         steps, batches, device_steps = self.taken
-        dealt = self._steps.step.num_dealt()
-        device_steps += math.ceil(dealt / self._steps.step.per_device_step())
+        dealt = self.steps.step.num_dealt()
+        device_steps += math.ceil(dealt / self.steps.step.per_device_step())
         self.taken = _taken((steps + 1, batches + dealt, device_steps))
 
     def _skip_step(self) -> None:
         """Handle a request that is not taken: check that some request could be."""
         parameters = trained_parameters(self.optimizer)
-        if not self._steps.step.visits or self._steps.step.state == TAKEN:
+        if not self.steps.step.visits or self.steps.step.state == TAKEN:
             check_presence(parameters)
-        is_new = not self._steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
+        is_new = not self.steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
         if is_new or any(engine.gradients.is_changed() for engine in self._engines):
-            refuse_assigned(self.optimizer, self._steps)
+            refuse_assigned(self.optimizer, self.steps)
         for engine in self._engines:
             engine.set_aside(self.optimizer)
-        if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
+        if self.steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
             self._has_warned = True
             logger.warning(
                 "gradient_accumulation_steps=%d, and the batches come from no prepared loader, or no prepared model is "
                 "called: nothing says where a loop ends, so that what is left of it at its end is not stepped on; "
                 "prepare(loader), say model.mark_forward_method(name) if the loop calls a method of the model, or let "
                 "each batch's lines run in `with accelerator.accumulate():`",
-                self.every,
+                self.steps.step.policy.every,
             )
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
@@ -353,20 +323,20 @@ class Stepper:
         """Check whether the gradients are finite."""
         finiteness, trained = self.world.state.part(Finiteness), trained_parameters(self.optimizer)
         if not finiteness.is_known and (gradient := small_gradient(trained)) is not None:
-            finiteness.look(gradient, GRADIENT, self._steps, lambda: trained)
+            finiteness.look(gradient, GRADIENT, self.steps, lambda: trained)
 
     def _finish(self) -> None:
         """Clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world)
         if self._max_grad_norm is not None:
-            clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
+            clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, self.world)
 
     def _reducing_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduce() -> float:
             self.reduce()
             self._finish()
-            return self._steps.fraction()
+            return self.steps.fraction()
 
         return by_hand.reducing(closure, reduce, self.world)
 

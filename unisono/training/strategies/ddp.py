@@ -46,7 +46,7 @@ from unisono.training.gradients import is_sparse, scale_in_place
 from unisono.training.parameter_names import listed
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.leaf_hooks import is_left_at
+from unisono.training.strategies.held import is_left_at
 from unisono.training.strategies.strategy import Strategy
 from unisono.tree import tensors, tree_map
 from unisono.world import World
@@ -220,8 +220,8 @@ def attach_hook(
     ddp: DistributedDataParallel,
     hook: str | Callable[[GradBucket], Any] | None,
     scale: Callable[[], float],
-    finish: Callable[[], None] = lambda: None,
-    timeline: Timeline | None = None,
+    finish: Callable[[], None],
+    timeline: Timeline,
 ) -> None:
     """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, and call `finish` when the last
     bucket of a backward pass is sent.
@@ -244,7 +244,7 @@ def attach_hook(
                 "one, or real parameters and torch.view_as_complex in forward()"
             )
         # If this is another thread, of autograd's, the loop's waits for it: a track has one writer at a time.
-        track = None if timeline is None else timeline.backward or timeline.loop_in_backward(gradients.is_cpu)
+        track = timeline.backward or timeline.loop_in_backward(gradients.is_cpu)
         before = None if track is None else track.switch(REDUCE)
         is_dense = gradients.layout is torch.strided
         # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
@@ -263,7 +263,7 @@ def attach_hook(
         if bucket.is_last():
             finish()
         # Sent, not reduced: DDP waits for the results when the backward pass ends, which `Passes.backward` sees.
-        if track is not None and not (bucket.is_last() and timeline is not None and timeline.backward):
+        if track is not None and not (bucket.is_last() and timeline.backward):
             track.switch(before)
         return sent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -16,14 +17,14 @@ from unisono.training.compilation import compilable
 from unisono.training.gradients import reduce_gradients, scale_gradients
 from unisono.training.machine import Visit
 from unisono.training.steps import Steps
-from unisono.training.strategies.held import HeldGradients, Members
-from unisono.training.strategies.leaf_hooks import LeafHooks
+from unisono.training.strategies.held import HeldGradients, LeafHooks, Members
 from unisono.training.strategies.model_agreement import ModelAgreement
 from unisono.training.strategies.sharded import holds_any
 from unisono.training.strategies.trainers import Trainer, Trainers
 from unisono.world import World
 
 
+@dataclass(slots=True)
 class ModelPasses:
     """What `Passes` knows of the passes through one model.
 
@@ -34,12 +35,9 @@ class ModelPasses:
             hides its tensors.
     """
 
-    __slots__ = ("graphs", "last", "may_bypass")
-
-    def __init__(self) -> None:
-        self.last: Any = None
-        self.graphs: list[Any] = []
-        self.may_bypass = False
+    last: Any = None
+    graphs: list[Any] = field(default_factory=list)
+    may_bypass: bool = False
 
 
 class Engine:
@@ -89,7 +87,7 @@ class Engine:
         self.gradients = HeldGradients(self.members, steps)
         self.hooks = LeafHooks(self.gradients.arrivals, counts=world.comm.size > 1)
         self.passes, self.trainers = ModelPasses(), Trainers()
-        self.agreement = ModelAgreement(module, self.members, self.trainers, world, steps)
+        self.agreement = ModelAgreement(module, self.members, self.trainers, steps)
         self.is_local = False
         self.replaced = WeakTensorKeyDictionary()
         self.world, self.steps = world, steps
@@ -272,8 +270,8 @@ class Engine:
     def watch_leaves(
         self, scale: Callable[[torch.Tensor | None], torch.Tensor | None], notice: Callable[[], None]
     ) -> None:
-        """Count the gradients that arrive at the leaves, with what `LeafHooks` is to call."""
-        self.hooks.call(scale, notice)
+        """Count the gradients that arrive at the leaves; `LeafHooks` has what is called."""
+        self.hooks.scale_one, self.hooks.notice = scale, notice
         self.count_leaves()
 
     def count_leaves(self) -> None:

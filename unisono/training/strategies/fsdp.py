@@ -31,7 +31,7 @@ from unisono.training.parameter_names import listed
 from unisono.training.steps import Steps
 from unisono.training.strategies.ddp import failed_before
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.leaf_hooks import is_left_at
+from unisono.training.strategies.held import is_left_at
 from unisono.training.strategies.sharded import (
     Rebinding,
     any_whole_gradient,

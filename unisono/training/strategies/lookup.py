@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
-from typing import Any, TypeVar
+from typing import Any
 
 from unisono.arguments import check_choice, check_type
 from unisono.strategies import DDP, FSDP, SPMD, Options, ZeRO1
 from unisono.training.steps import Steps
 from unisono.training.strategies.strategy import Strategy
 from unisono.world import World
-
-T = TypeVar("T")
 
 OWN: dict[str, type[Options]] = {each.name: each for each in (DDP, FSDP, SPMD, ZeRO1)}
 """The options of this package's strategies, by name."""
@@ -29,13 +28,8 @@ def foreign() -> dict[str, EntryPoint]:
 
 
 def options_of(strategy: Any) -> Options:
-    """The options of a strategy that is given by name or by options.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: there is no strategy of that name.
-        ImportError: its package is not installed, or cannot be loaded.
-    """
+    """The options of a strategy that is given by name or by options; else TypeError. ValueError, if there is none of
+    that name; ImportError, if its package is not installed, or cannot be loaded."""
     if isinstance(strategy, Options):
         # Not when the class is made: a class of `__main__` is sent to the workers, and has no attributes at first.
         if not (hasattr(strategy, "name") and hasattr(strategy, "strategy")):
@@ -52,33 +46,27 @@ def options_of(strategy: Any) -> Options:
         )
     check_choice(strategy, "strategy", *sorted([*OWN, *entries]))
     entry = entries[strategy]
-    return _loaded(strategy, entry.dist.name if entry.dist else entry.module, lambda: _options_at(entry))
-
-
-def _options_at(entry: EntryPoint) -> Options:
-    kind = entry.load()
-    if not (isinstance(kind, type) and issubclass(kind, Options) and getattr(kind, "name", None) == entry.name):
-        raise TypeError(f"{entry.value} is no subclass of unisono.strategies.Options of the name {entry.name!r}")
-    return kind()
+    with _loading(strategy, entry.dist.name if entry.dist else entry.module):
+        kind = entry.load()
+        if not (isinstance(kind, type) and issubclass(kind, Options) and getattr(kind, "name", None) == entry.name):
+            raise TypeError(f"{entry.value} is no subclass of unisono.strategies.Options of the name {entry.name!r}")
+        return kind()
 
 
 def strategy_class(options: Options) -> type[Strategy]:
     """The class of the strategy with these options. ImportError, if it cannot be loaded."""
     kind = type(options)
-
-    def load() -> type[Strategy]:
-        found: Any = kind.strategy
-        found = resolve_name(found) if isinstance(found, str) else found
+    with _loading(options.name, kind.__module__.partition(".")[0]):
+        found: Any = resolve_name(kind.strategy) if isinstance(kind.strategy, str) else kind.strategy
         if not (isinstance(found, type) and issubclass(found, Strategy)):
             raise TypeError(f"{kind.__qualname__}.strategy={found!r} is no subclass of unisono.strategies.Strategy")
         return found
 
-    return _loaded(options.name, kind.__module__.partition(".")[0], load)
 
-
-def _loaded(name: str, package: str, load: Callable[[], T]) -> T:
+@contextmanager
+def _loading(name: str, package: str) -> Iterator[None]:
     try:
-        return load()
+        yield
     except Exception as error:
         raise ImportError(
             f"strategy {name!r} of the package {package} cannot be loaded, {type(error).__name__}: {error}; "

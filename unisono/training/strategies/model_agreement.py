@@ -22,19 +22,15 @@ from unisono.training.agreement import (
 from unisono.training.steps import Steps
 from unisono.training.strategies.held import Members
 from unisono.training.strategies.trainers import Trainers
-from unisono.world import World
 
 
 class ModelAgreement:
-    """Compares one model on all ranks.
+    """Compares one model on all ranks."""
 
-    Attributes:
-        before_load: a fingerprint of what this rank trained before a state was loaded since the last step, if one was.
-    """
-
-    def __init__(self, module: nn.Module, members: Members, trainers: Trainers, world: World, steps: Steps) -> None:
+    def __init__(self, module: nn.Module, members: Members, trainers: Trainers, steps: Steps) -> None:
         self._module, self._members, self._trainers = module, members, trainers
-        self._world, self._steps = world, steps
+        self._world, self._steps = steps.world, steps
+        # A fingerprint of what this rank trained before a state was loaded since the last step, if one was.
         self.before_load: int | None = None
         self._compared: Sequence[torch.Tensor] = ()  # the trained parameters of the first comparison
         self._is_apart = False  # whether it was said that the ranks' parameters differ

@@ -224,18 +224,13 @@ class Rebinding:
             if tensor is None:
                 continue
             if getattr(tensor.untyped_storage(), STORAGE_ADDRESS) != getattr(storage, STORAGE_ADDRESS):
-                name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
+                name = name_of(tensor) if attribute == "data" else f"gradient {place}"
                 raise RuntimeError(
                     f"an optimizer's step, the preparation of a later optimizer of the same parameters, or other code "
                     f"has assigned `parameter.{attribute} = ...`, of {name}, and strategy={strategy!r} "
                     f"continues with the previous memory; change it in place, `parameter.{attribute}.copy_(...)`, step "
                     "the optimizer that was prepared last, or use strategy='ddp'"
                 )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the model or a part of it is sharded."""
-    return bool(units_in(model))
 
 
 def holds_any(parameters: Sequence[torch.Tensor], world: World) -> bool:
@@ -260,9 +255,15 @@ def sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Place an optimizer's per-element value on the parameter's device, sharded like it. A collective if sharded."""
     if not is_distributed(parameter) or is_distributed(tensor) or tensor.shape != parameter.shape:
         return tensor.to(parameter.device)
+    return cut_like(parameter, tensor, source=0)
+
+
+def cut_like(like: DTensor, whole: torch.Tensor, source: int | None = None) -> DTensor:
+    """This rank's shard of a tensor of that shape: of its own, the same on every rank; or of the one that the rank
+    `source` has, which sends it."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=source)
 
 
 def cut_of(tensor: DTensor) -> list[Any]:

@@ -23,9 +23,9 @@ from unisono.errors import CheckpointError, CheckpointMismatchError
 from unisono.torch_private import MODULES
 from unisono.training.gradients import is_sparse, parts_of
 from unisono.training.parameter_names import parameters_of
-from unisono.training.strategies.sharded import is_distributed
+from unisono.training.strategies.sharded import cut_like, is_distributed
 from unisono.training.strategies.zero1 import is_divided, load_local, numbered
-from unisono.world import World, current_world
+from unisono.world import World
 
 K = TypeVar("K", bound=Hashable)
 Copy = Callable[[torch.Tensor], torch.Tensor]
@@ -72,7 +72,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.clone() if host.data_ptr() == tensor.data_ptr() else host  # `cpu` does not copy what is there already
 
 
-def model_state(model: nn.Module, world: World | None = None, copy: Copy | None = on_host) -> dict[str, Any]:
+def model_state(model: nn.Module, world: World, copy: Copy | None = on_host) -> dict[str, Any]:
     """The model's plain `state_dict`: whole tensors on the host, names without the prefixes of wrappers.
 
     Tied parameters share one tensor in it. Buffers are the rank's own.
@@ -82,7 +82,6 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
         copy: creates the copies; None on a rank that keeps none, which gets `Elsewhere`, as all but rank zero do if the
             model is sharded.
     """
-    world = world or current_world()
     if any(is_distributed(each) for each in model.parameters()):
         world.comm.announce("state_dict(model)")
         copy = copy if world.rank == 0 else None
@@ -99,9 +98,8 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
     return Elsewhere("model") if copy is None else state
 
 
-def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | None = None) -> None:
+def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World) -> None:
     """Load rank zero's plain state on every rank; RuntimeError on each if names or shapes differ from the model's."""
-    world = world or current_world()
     world.comm.announce("load_state_dict(model)")
     own = model.state_dict()
     names = {plain_name(model, name): name for name in own}
@@ -113,13 +111,12 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
     model.load_state_dict(loaded)
 
 
-def optimizer_state(optimizer: Optimizer, world: World | None = None, copy: Copy | None = on_host) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, world: World, copy: Copy | None = on_host) -> dict[str, Any]:
     """The state of a plain optimizer for the same parameters, in the same groups.
 
     A collective for a sharded model, or a ZeroRedundancyOptimizer; all but rank zero get `Elsewhere` then. `copy` is as
     for `model_state`.
     """
-    world = world or current_world()
     if is_divided(optimizer) or any(is_distributed(each) for each in parameters_of(optimizer)):
         world.comm.announce("state_dict(optimizer)")
         copy = copy if world.rank == 0 else None
@@ -155,17 +152,9 @@ def optimizer_parts(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
     return _entries_of(optimizer.optim if is_divided(optimizer) else optimizer, optimizer)
 
 
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], world: World | None = None) -> None:
-    """Load rank zero's plain state on every rank.
-
-    Args:
-        state: of an optimizer of the same class, for the same parameters in the same groups.
-
-    Raises:
-        CheckpointMismatchError: it is of another class, as far as its groups show that.
-        ValueError: it is not such a state, or its groups differ; raised on every rank.
-    """
-    world = world or current_world()
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], world: World) -> None:
+    """Load rank zero's plain state on every rank. It is that of an optimizer of the same class, for the same parameters
+    in the same groups; else ValueError on every rank: CheckpointMismatchError, if the groups show another class."""
     world.comm.announce("load_state_dict(optimizer)")
     is_given = world.rank == 0 and "param_groups" in state
     # What is no state is broadcast as None, so that all ranks raise.
@@ -217,10 +206,7 @@ def _cut_like(like: torch.Tensor, value: Any) -> Any:
     """This rank's shard of a whole tensor, if `like` is sharded; scalars, such as step counts, stay whole."""
     if not is_distributed(like) or not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
-    from torch.distributed.tensor import distribute_tensor
-
-    # None: each rank has the whole value already, and cuts its shard without communication.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return cut_like(like, value)
 
 
 class _Sent(NamedTuple):

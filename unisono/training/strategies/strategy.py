@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from unisono.training.meta_modules import check_fillable
 from unisono.training.steps import Steps
 from unisono.training.strategies.bare_parameter import BareParameter, ParameterEngine
 from unisono.training.strategies.engine import Engine
-from unisono.training.strategies.sharded import loaded_class
+from unisono.training.strategies.sharded import check_shardable, loaded_class
 from unisono.world import World
 
 given_up: WeakSet[Optimizer] = WeakSet()
@@ -154,11 +155,8 @@ _FUSED = {torch.optim.Adam, torch.optim.AdamW}
 
 
 def check_divisible(optimizer: Optimizer, options: ZeRO1 | FSDP) -> None:
-    """Check that ranks can each step for some of the parameters.
-
-    Raises:
-        TypeError: its steps may depend on parameters of other ranks, or cannot update what a rank has.
-    """
+    """Check that ranks can each step for some of the parameters: TypeError if its steps may depend on parameters of
+    other ranks, or cannot update what a rank has."""
     kind, name, strategy = kind_of(optimizer), type(optimizer).__name__, options.name
     if kind in _OVER_ALL:
         raise TypeError(
@@ -197,6 +195,42 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer] | None:
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and inspect.unwrap(kind.step) is step:
             return kind
     return None
+
+
+class FSDPStrategy(Strategy):
+    """FSDP2, in a world of processes: each rank keeps its shard of parameters, gradients and optimizer state."""
+
+    is_of_torch = is_needed = fills = True
+
+    def check(self, each: nn.Module | Optimizer) -> None:
+        super().check(each)
+        family = self.world.backend
+        if family.process_group_backend != "gloo" and f"{family.name}:gloo" in dist.get_backend_config().split(","):
+            raise ValueError(
+                f"strategy='fsdp' on {self.world.device} cannot use a gloo group: torch crashes when it gathers "
+                "shards there; give each rank a device of its own and a group of "
+                f"{family.process_group_backend}, or use strategy='zero1' or 'ddp'"
+            )
+
+    def check_divisible(self, each: nn.Module | Optimizer) -> None:
+        if isinstance(each, Optimizer):
+            check_divisible(each, self.options)
+        elif not isinstance(each, BareParameter):  # which stays whole
+            check_shardable(each, self.options.units)
+
+    def engine_of(self, module: nn.Module) -> Engine:
+        from unisono.training.strategies.fsdp import FSDPEngine  # which imports this module
+
+        return FSDPEngine(module, self.world, self.steps, self.options)
+
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        if takes_whole_parameters(optimizer, self.options):
+            from unisono.training.strategies.whole_steps import stepping_whole
+
+            return stepping_whole(optimizer, self.world)
+        from unisono.training.strategies.parts import stepping_plain
+
+        return optimizer.step if kind_of(optimizer) is None else stepping_plain(optimizer)
 
 
 class SPMDStrategy(Strategy):

@@ -32,15 +32,11 @@ class Trainer:
 
 class Trainers(list[Trainer]):
     """The optimizers of a model's parameters: the prepared ones, in the order of preparation, and others that have
-    stepped; not those that others have replaced.
-
-    Attributes:
-        optimizers_of: returns those of them that are alive; it holds this weakly, and is kept by the graphs of losses.
-    """
+    stepped; not those that others have replaced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.optimizers_of = partial(_optimizers, ref(self))
+        self.optimizers_of = partial(_optimizers, ref(self))  # as `optimizers`, for the graphs of losses, which keep it
 
     def optimizers(self) -> list[Optimizer]:
         """Those that are alive."""

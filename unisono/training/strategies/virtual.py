@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -26,9 +26,7 @@ from unisono.training.rules import TAKEN
 from unisono.training.steps import Steps
 from unisono.training.strategies.engine import Engine
 from unisono.training.strategies.sharded import is_distributed
-from unisono.training.strategies.virtual_buffers import Tensors, VirtualBuffers
-from unisono.training.strategies.virtual_folding import fold
-from unisono.training.strategies.virtual_requests import Requests
+from unisono.training.strategies.virtual_sums import Requests, Tensors, VirtualBuffers, fold
 from unisono.training.strategies.witnesses import Witnesses
 from unisono.world import World
 
@@ -42,6 +40,7 @@ class VirtualEngine(Engine):
         # Of each loop: the round of the last forward pass, and how often the parameters were written before the first.
         self._first_writes: WeakKeyDictionary[Loop, tuple[Any, int]] = WeakKeyDictionary()
         self._requests = Requests()
+        self._reduced: WeakSet[Optimizer] = WeakSet()  # that have yet to step on gradients that are reduced
         self._unzeroed = set[int]()  # the ids of parameters whose gradients of an earlier step `zero_grad` has to drop
         self._zeros = set[int]()  # the ids of parameters that the step has found with gradients of zero
         self._buffers = VirtualBuffers(self.name, self.members)
@@ -124,7 +123,7 @@ class VirtualEngine(Engine):
         self._share_buffers()
 
     def skip_step(self, optimizer: Optimizer) -> None:
-        self._requests.drop(optimizer)
+        self._requests.pop(optimizer, None)
         self._share_buffers()
 
     def _share_buffers(self) -> None:
@@ -163,7 +162,7 @@ class VirtualEngine(Engine):
                 "batch has its passes before optimizer.step() is called for it, once, and none is left out; leave a "
                 "loop where accelerator.sync_gradients is true"
             )
-        if self._requests.reduced:
+        if self._reduced:
             raise RuntimeError(
                 f"a backward pass through the {self.name} came after its gradients were reduced, as for clipping, and "
                 "before optimizer.step(): with virtual_ranks they cannot be added any more; clip after the last pass"
@@ -209,7 +208,7 @@ class VirtualEngine(Engine):
     def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
         self._unzeroed -= self._unzeroed if optimizer is None else set(map(id, parameters_of(optimizer)))
         if optimizer is not None and not self.is_due(optimizer):  # the step is left out, as for a norm of NaN
-            self._requests.reduced.discard(optimizer)
+            self._reduced.discard(optimizer)
             self._zeros.difference_update(map(id, parameters_of(optimizer)))
             self._share_buffers()
             self.steps.take_step(optimizer)
@@ -221,7 +220,7 @@ class VirtualEngine(Engine):
         return any(not each.is_open and not each.is_exhausted for each in loops)
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        return optimizer not in self._requests.reduced
+        return optimizer not in self._reduced
 
     def set_aside(self, optimizer: Optimizer) -> None:
         """Move the gradients of a virtual rank to what that optimizer is to step on, when all have had their turns."""
@@ -252,7 +251,7 @@ class VirtualEngine(Engine):
             return
         self.set_aside(optimizer)
         last = self.steps.step.last
-        if last is None or last.draw is None or not self._requests.has(optimizer):
+        if last is None or last.draw is None or optimizer not in self._requests:
             return  # no pass has left anything, which the optimizer says
         if torch.get_num_threads() != 1:
             raise RuntimeError(
@@ -296,7 +295,7 @@ class VirtualEngine(Engine):
                 self.give_gradient(each, total, factor, known.get(each))
             elif id(each) in averaged:
                 means[each] = total / self._virtual.count
-        self._requests.reduced.add(optimizer)
+        self._reduced.add(optimizer)
         self.gradients.note_reduction(self.steps.factor())
 
     def _check_drawn(self, batch: Batch) -> None:
@@ -311,12 +310,13 @@ class VirtualEngine(Engine):
     def note_step(self, optimizer: Optimizer) -> None:
         super().note_step(optimizer)
         self._zeros.difference_update(map(id, parameters_of(optimizer)))
-        self._requests.reduced.discard(optimizer)
+        self._reduced.discard(optimizer)
 
     def restart(self) -> None:
         super().restart()
         self._first_writes.clear()
-        self._requests.forget()
+        self._requests.clear()
+        self._reduced.clear()
         self._zeros.clear()
         self.world.state.deliveries.settle()
         self._buffers.forget()

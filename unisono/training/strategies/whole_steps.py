@@ -160,8 +160,7 @@ def _step(optimizer: Optimizer, world: World, step: Callable[[], Any]) -> Any:
 def _gather(
     exchange: _Exchange, optimizer: Optimizer, parts: Sequence[Any], owners: Sequence[int]
 ) -> tuple[dict[int, nn.Parameter], dict[torch.Tensor, dict[str, Any]]]:
-    """The parameters that this rank owns as a whole, with their gradients, by the numbers of their parts; and their
-    states."""
+    """The parameters that this rank owns as a whole, with gradients, by the numbers of their parts; their states."""
     names = [[name for name, each in optimizer.state[part].items() if is_distributed(each)] for part in parts]
     rows, forms = list[torch.Tensor](), list[_Form]()
     for part, owner, divided in zip(parts, owners, names, strict=True):

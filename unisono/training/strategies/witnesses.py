@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from unisono.batches.virtual_ranks import WITNESS, Draw
 from unisono.errors import CorruptedComputeError
 from unisono.training.digests import digest_of
-from unisono.training.strategies.virtual_buffers import Tensors
+from unisono.training.strategies.virtual_sums import Tensors
 from unisono.world import World
 
 
@@ -47,11 +47,8 @@ class Witnesses:
         self._noted.setdefault(optimizer, {})[draw.turn == WITNESS] = draw, torch.stack(found)
 
     def compare(self, optimizer: Optimizer, step: int) -> None:
-        """Compare what the ranks have noted before that step of an optimizer. A collective.
-
-        Raises:
-            CorruptedComputeError: on all ranks, two of them have computed different gradients of one virtual rank.
-        """
+        """Compare what the ranks have noted before that step of an optimizer: CorruptedComputeError, on all ranks, if
+        two of them have computed different gradients of one virtual rank. A collective."""
         noted, world = self._noted.pop(optimizer), self._world
         draw, own = noted[False]
         carried, seen = torch.stack(world.comm.all_gather(torch.stack([own, noted[True][1]]))).unbind(1)
