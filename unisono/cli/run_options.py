@@ -180,12 +180,7 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     ("", "", "failing and restarting", {}),
     ("--max-restarts", "N", "restart all workers, at most N times", _NUMBER),
-    (
-        "--snapshot-every",
-        "N",
-        "every N steps, keep the state in memory, for restarts",
-        _NUMBER,
-    ),
+    ("--snapshot-every", "N", "every N steps, keep the state in memory, for restarts", _NUMBER),
     ("--hang-timeout", "S", "stop when no rank makes progress for S seconds", _SECONDS),
     ("--shutdown-timeout --grace", "S", "between SIGTERM and SIGKILL (5; 25 with several machines)", _SECONDS),
     ("", "", "output", {}),

@@ -30,14 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.comm.outcome import Outcome
 from unisono.comm.stacks import frames_of
-from unisono.errors import (
-    RemoteTraceback,
-    StoppedError,
-    UnisonoError,
-    UnpicklableError,
-    WorkerDiedError,
-    describe_exit,
-)
+from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError, WorkerDiedError, describe_exit
 from unisono.launch.group import Group
 from unisono.launch.held_memory import has_snapshots, held_memory, save_snapshot
 from unisono.launch.job import Job, rendezvous

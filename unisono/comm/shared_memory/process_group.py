@@ -40,14 +40,7 @@ from unisono.comm.shared_memory.calls import by_gloo_together, done, in_any_form
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.tensor_forms import flat_of, plain, writable
-from unisono.torch_private import (
-    DEVICE_TYPES,
-    GET_BACKEND,
-    GLOO_DEVICES,
-    GLOO_TIMEOUT,
-    GlooOptions,
-    overrides,
-)
+from unisono.torch_private import DEVICE_TYPES, GET_BACKEND, GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions, overrides
 
 NAME = "shm"
 

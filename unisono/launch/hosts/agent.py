@@ -43,22 +43,12 @@ from unisono.launch.context import say_asked
 from unisono.launch.group import Group
 from unisono.launch.held_memory import save_snapshot
 from unisono.launch.hosts.agent_round import MachineReport
-from unisono.launch.hosts.endpoint import (
-    interface_of,
-    split_endpoint,
-)
+from unisono.launch.hosts.endpoint import interface_of, split_endpoint
 from unisono.launch.hosts.other_machines import OtherMachines
 from unisono.launch.job import Job
 from unisono.launch.starting.marks import SECRET
 from unisono.launch.supervisor import Supervisor, tell_restart
-from unisono.torch_private import (
-    MONITOR_WORKERS,
-    REMAINING_RESTARTS,
-    SHUTDOWN,
-    START_WORKERS,
-    STOP_WORKERS,
-    overrides,
-)
+from unisono.torch_private import MONITOR_WORKERS, REMAINING_RESTARTS, SHUTDOWN, START_WORKERS, STOP_WORKERS, overrides
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined

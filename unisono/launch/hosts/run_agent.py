@@ -19,9 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import (
-    WorkerSpec,
-)
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -47,10 +45,7 @@ from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.watching.log_directory import make_log_directory, name_run
-from unisono.torch_private import (
-    create_backend,
-    create_handler,
-)
+from unisono.torch_private import create_backend, create_handler
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 # Otherwise the agent serves a second store, at the port that scripts assume to be free.
