@@ -75,8 +75,7 @@ class Supervisor:
         if self.log_directory is not None:
             self._job = replace(job, records=str(self.log_directory))
         self._wake_r, self._wake_w = socket.socketpair()
-        self._requests: list[Callable[[Group], None]] = []
-        self._readings: list[threading.Event] = []  # set once the workers' pipes have been read
+        self._requests: list[Callable[[Group], object]] = []
         self._asked_for: set[Callable[[Group], None]] = set()  # by `request`
         self._has_begun = False
         # reentrant: a signal handler may make a request while the code it interrupted does
@@ -140,8 +139,12 @@ class Supervisor:
         One that has ended counts: a handler may run long after its signal arrived. Waits until the workers' pipes have
         been read, `_READING_S` at most.
         """
-        self._catch_up()
-        return self._group is not None and any(worker.handles_stop for worker in self._group.workers)
+        if self._group is None:
+            return False
+        has_read = threading.Event()
+        if not self._has_ended.is_set() and self._queue_request(lambda _: has_read.set()):
+            has_read.wait(_READING_S)  # the thread reads the pipes before it obeys requests
+        return any(worker.handles_stop for worker in self._group.workers)
 
     def request(self, end: Callable[[Group], None]) -> None:
         """Request the end of the workers by `Group.interrupt`, `Group.stop` or `Group.ask_to_stop`. From then on their
@@ -168,23 +171,14 @@ class Supervisor:
         """End the workers for an external reason, which counts as their failure."""
         self._queue_request(lambda group: group.give_up(Outcome(error=reason)))
 
-    def _catch_up(self) -> None:
-        """Wait until the thread has read what the workers have sent so far: it reads their pipes before requests."""
-        if self._group is None or self._has_ended.is_set():
-            return
-        has_read = threading.Event()
-        with self._lock:
-            self._readings.append(has_read)
-        with contextlib.suppress(OSError):
-            # The socket is closed once the job has ended; the request is then void.
-            self._wake_w.send(b"!")
-            has_read.wait(_READING_S)
-
-    def _queue_request(self, request: Callable[[Group], None]) -> None:
+    def _queue_request(self, request: Callable[[Group], object]) -> bool:
+        """Queue a request; False if the job has ended, which closes the socket: then it is void."""
         with self._lock:
             self._requests.append(request)
-        with contextlib.suppress(OSError):
-            self._wake_w.send(b"!")
+        try:
+            return self._wake_w.send(b"!") > 0
+        except OSError:
+            return False
 
     # Everything below runs on the supervisor's thread.
 
@@ -259,16 +253,13 @@ class Supervisor:
 
     def _obey_requests(self) -> None:
         assert self._group is not None
-        # Read before the lists are taken: a request made meanwhile sends another byte. One made between two
+        # Read before the list is taken: a request made meanwhile sends another byte. One made between two
         # groups is obeyed by the next.
         self._wake_r.recv(4096)
         with self._lock:
             requests, self._requests = self._requests, []
-            readings, self._readings = self._readings, []
         for request in requests:
             request(self._group)
-        for has_read in readings:
-            has_read.set()
 
     def _as_asked(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
         """The verdict of a job; a StoppedError, if it was successful and a stop was agreed on, or asked for."""

@@ -20,8 +20,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -50,7 +49,7 @@ from unisono.launch.starting.marks import SECRET
 from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.torch_private import MONITOR_WORKERS, REMAINING_RESTARTS, SHUTDOWN, START_WORKERS, STOP_WORKERS, overrides
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined
 _MARGIN_S = 2.0  # after the grace period in which workers may stop early
 
@@ -117,16 +116,6 @@ class Agent(SimpleElasticAgent):
             self.on_cut_off,
             (job.options.hang_timeout_s or math.inf) / 5,
         )
-
-    @contextmanager
-    def signals_handled(self) -> Iterator[None]:
-        """Within the block, the agent handles signals."""
-        before = {signum: signal.signal(signum, self.on_signal) for signum in _SIGNALS}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         is_repeated, self.was_asked = self.was_asked, True

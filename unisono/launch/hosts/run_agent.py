@@ -27,8 +27,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from unisono.comm.outcome import Outcome
 from unisono.comm.sealing import sealed_store, use_secret
 from unisono.errors import UnisonoError
+from unisono.launch.context import handlers_set
 from unisono.launch.held_memory import held_memory, save_snapshot
-from unisono.launch.hosts.agent import LOOK_S, Agent, MachineOptions
+from unisono.launch.hosts.agent import LOOK_S, SIGNALS, Agent, MachineOptions
 from unisono.launch.hosts.endpoint import (
     address_towards,
     check_run_of,
@@ -136,7 +137,7 @@ def _parameters(options: MachineOptions) -> RendezvousParameters:
 
 def _run(agent: Agent, options: MachineOptions, left_out: LeftOut) -> Outcome[Any]:
     try:
-        with agent.signals_handled():
+        with handlers_set(dict.fromkeys(SIGNALS, agent.on_signal)):
             ended = agent.run()
     except SignalException as stop:
         logger.warning("stopped by %s", stop.sigval.name)
