@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 from unisono.report.timeline import (
@@ -38,11 +39,18 @@ LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
 _LABELS = {FETCH: "waiting for data", MOVE: "moving", COMPUTE: "loop body", REDUCE: "reducing", STEP: "stepping"}
 _LABELS |= {EVALUATE: "evaluating", LOG: "logging", SAVE: "saving"}
 _LABELS |= {FORWARD: "forward pass", BACKWARD: "backward pass"}
+_COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182", MOVE: "#8d96a3"}
+_NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")  # for named phases, in turn
 
 
 def label(phase: str) -> str:
     """Return a report's label for a phase; a phase named by the user keeps its name."""
     return _LABELS.get(phase, phase)
+
+
+def colours_of(named: Sequence[str]) -> dict[str, str]:
+    """The colours of a loop's phases and of these named ones, in pages and pictures."""
+    return _COLOURS | dict(zip(named, cycle(_NAMED), strict=False))
 
 
 CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
