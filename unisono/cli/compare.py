@@ -9,7 +9,6 @@ from typing import Any
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "compare",
         help="the first step in which two runs with virtual ranks differ; two runs side by side, as a page",
@@ -26,7 +25,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
     # Here: other commands need none of it.
     from unisono.report.comparison import write_comparison
     from unisono.report.digests import EQUAL, NOT_COMPARABLE, check_two, compare_digests, has_digests, read_digests

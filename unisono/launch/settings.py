@@ -21,7 +21,7 @@ import sys
 import tempfile
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -99,10 +99,8 @@ class Settings:
     @classmethod
     def read(cls) -> Settings:
         """The settings of this process and of the calling thread, except those that cannot be sent to another one."""
-        settings = cls(_read_values(), read_loggers(), torch.initial_seed())
-        if is_picklable(settings.values):
-            return settings
-        return replace(settings, values={name: each for name, each in settings.values.items() if is_picklable(each)})
+        values = {name: each for name, each in _read_values().items() if is_picklable(each)}
+        return cls(values, read_loggers(), torch.initial_seed())
 
     def adopt(self, backend: Backend) -> dict[str, str]:
         """Set, in a worker of that device family, what differs. Returns, by name, why a setting could not be set."""

@@ -55,11 +55,6 @@ class RankRecord:
     cut: list[str] = field(default_factory=list)
 
     @property
-    def restarts(self) -> int:
-        """The number of attempts before this one that the file has."""
-        return len(self.earlier)
-
-    @property
     def began(self) -> float:
         """When it began, by the clock of its machine, as a time of day in seconds; 0 if the first line is missing."""
         return float(self.facts.get("began", 0.0))

@@ -52,7 +52,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
 _ReduceOp: Any = dist.ReduceOp.RedOpType
 
-_HOST = torch.default_generator.device.type
 _OPS = {
     _ReduceOp.SUM: "sum",
     _ReduceOp.AVG: "mean",
@@ -68,7 +67,7 @@ _OPS = {
 def register() -> None:
     """Register the group with torch, under its name."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=[_HOST])
+        dist.Backend.register_backend(NAME, _create, devices=[HOST.type])
         let_monitored_barrier_take(SharedMemoryGroup)
 
 
@@ -239,11 +238,11 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     @property
     @overrides(DEVICE_TYPES)
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(_HOST)]
+        return [HOST]
 
     @overrides(GET_BACKEND)
     def _get_backend(self, device: torch.device) -> Any:
-        if device.type != _HOST:
+        if device.type != HOST.type:
             raise RuntimeError(f"No backend type associated with device type {device.type}")
         return self._by_gloo()
 

@@ -198,7 +198,7 @@ def _forget_in_child() -> None:
         sock.close()
     # Dropped, not closed: `close` would wait for a process that is the parent's child.
     for client in clients.values():
-        if isinstance(client.process, Popen):
+        if not isinstance(client.process, psutil.Process):
             client.process.returncode = 0  # or it would warn that this process has not waited for it
     clients.clear()
     _lock.release()
