@@ -227,11 +227,7 @@ def _is_named_in_main(obj: Any) -> bool:
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:
-    """Pickle the call, and before it the settings.
-
-    Raises:
-        UnpicklableError: names what cannot be sent.
-    """
+    """Pickle the call, and before it the settings. UnpicklableError: names what cannot be sent."""
     try:
         return dumps_call(fn, args, settings)
     except Exception as error:

@@ -58,18 +58,14 @@ _KEPT_LINES = 400  # of stderr: as many as are kept if lines are short
 
 
 class Ending:
-    """How a group is ended: SIGTERM, or SIGINT, then after the grace period SIGKILL.
-
-    Attributes:
-        due: when to send the next signal, by `time.monotonic()`, a clock shared with the workers; None if none is due.
-        was_asked: whether the caller has asked for the end, which gives the workers their grace period.
-    """
+    """How a group is ended: SIGTERM, or SIGINT, then after the grace period SIGKILL."""
 
     def __init__(self, grace_s: float) -> None:
+        # When to send the next signal, by `time.monotonic()`, a clock shared with the workers.
         self.due: float | None = None
         self.sent: list[signal.Signals] = []
         self.began_at = math.inf
-        self.was_asked = False
+        self.was_asked = False  # by the caller, which gives the workers their grace period
         self._grace_s = grace_s
         self._left = [signal.SIGTERM, signal.SIGKILL]
 

@@ -74,16 +74,11 @@ def observe_plain_loops(world: World) -> None:
 
 @dataclass(eq=False)
 class _Loop:
-    """One over a DataLoader.
-
-    Attributes:
-        before: the phase around it.
-        passes: the number of passes with gradients at its last batch; None before any.
-    """
+    """One over a DataLoader."""
 
     iterator: weakref.ref[Any]
-    before: str | None
-    passes: int | None = None
+    before: str | None  # the phase around it
+    passes: int | None = None  # with gradients, until its last batch; None before any
 
 
 _Entered = tuple[Track, str | None]  # with the phase before

@@ -38,17 +38,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Pulse:
-    """A worker's progress report.
+    """A worker's progress report."""
 
-    Attributes:
-        progress: increases with every collective, batch and step.
-        doing: the collective it is in.
-        calls: while it stands still, its program's last calls on groups of torch.
-    """
-
-    progress: int
-    doing: str = ""
-    calls: tuple[NotedCall, ...] = ()
+    progress: int  # increases with every collective, batch and step
+    doing: str = ""  # the collective it is in
+    calls: tuple[NotedCall, ...] = ()  # while it stands still, its program's last ones on groups of torch
 
 
 class Reporter:

@@ -83,18 +83,12 @@ SETTINGS: dict[str, Switch] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker adopts before its call.
+    """What a worker adopts before its call."""
 
-    Attributes:
-        values: by the names of `SETTINGS`.
-        loggers: the caller's that were changed since their creation, by name: attributes, and handlers; None for those
-            that a worker has itself.
-        seed: the seed of torch's generators; the state of the devices' generators exists in no other process.
-    """
-
-    values: dict[str, Any]
+    values: dict[str, Any]  # by the names of `SETTINGS`
+    # The caller's that were changed since their creation, by name; no handlers of those that a worker has itself.
     loggers: dict[str, tuple[dict[str, Any], list[Handler] | None]]
-    seed: int
+    seed: int  # of torch's generators; the state of the devices' generators exists in no other process
 
     @classmethod
     def read(cls) -> Settings:

@@ -56,9 +56,6 @@ class Supervisor:
     Args:
         log_directory: of a run that continues after this job; None makes one for the job, if its options name a place.
         others: the other machines, if the workers have peers there.
-
-    Attributes:
-        restarts_for: why its workers are stopped to be started again, although nothing has failed; "" if they are not.
     """
 
     def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
@@ -68,7 +65,7 @@ class Supervisor:
         self._group: Group | None = None
         self.log_directory = log_directory
         self._others = others
-        self.restarts_for = ""
+        self.restarts_for = ""  # why its workers are stopped to be started again, although nothing has failed
         log_dir = self._options.output.log_dir
         if log_directory is None and log_dir is not None:  # here, so that an invalid one is an error in the caller
             self.log_directory = make_log_directory(log_dir)

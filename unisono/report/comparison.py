@@ -72,14 +72,8 @@ _NUMBERS: list[tuple[str, Callable[[Run], float], str]] = [
 
 
 def write_comparison(runs: tuple[Run, Run], paths: Sequence[str], bits: str, path: str | Path) -> Path:
-    """Write the page; return its absolute path. OSError if it cannot be written.
-
-    Args:
-        runs: the first and the second run.
-        paths: their places, as the user names them.
-        bits: whether their bits differ, in words.
-        path: of the page.
-    """
+    """Write the page; return its absolute path. OSError if it cannot be written. `paths` are the places of both runs,
+    as the user names them; `bits` says whether their bits differ."""
     return write_html("comparison.html", " and ".join(paths), comparison_data(runs, paths, bits), path)
 
 

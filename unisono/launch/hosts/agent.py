@@ -58,28 +58,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """How machines meet, and when they continue without one another.
+    """How machines meet, and when they continue without one another."""
 
-    Attributes:
-        min_nodes, max_nodes: the least and the greatest number of machines that the run continues with.
-        endpoint: host:port where the agents meet; the host is one of the machines.
-        run_id: the same for all agents of a run.
-        node_rank: the machine's number, if the machines are numbered; then only number 0 may serve the endpoint.
-        rdzv_conf: the agent's rendezvous settings, which override those chosen here.
-        local_addr: this machine's address for the others; None uses the address of the route to the endpoint.
-        lost_after_s: seconds that a machine may be silent before the others continue without it.
-        secret: signs what they send one another; "" for none.
-    """
-
-    min_nodes: int
+    min_nodes: int  # that the run continues with
     max_nodes: int
-    endpoint: str
-    run_id: str
-    node_rank: int | None = None
-    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
-    local_addr: str | None = None
-    lost_after_s: float = 60.0
-    secret: str = field(default="", repr=False)
+    endpoint: str  # host:port where the agents meet; the host is one of the machines
+    run_id: str  # the same for all agents of a run
+    node_rank: int | None = None  # if the machines are numbered; then only number 0 may serve the endpoint
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)  # of torch's rendezvous; overrides what is chosen here
+    local_addr: str | None = None  # this machine's for the others; None uses that of the route to the endpoint
+    lost_after_s: float = 60.0  # that a machine may be silent before the others continue without it
+    secret: str = field(default="", repr=False)  # signs what they send one another; "" for none
 
     @property
     def join_s(self) -> float:
@@ -88,19 +77,14 @@ class MachineOptions:
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's agent, whose workers are one of our groups.
-
-    Attributes:
-        others: the other machines.
-        verdict: how this machine's last group ended; if it was a victim, the first cause that another machine reported.
-        was_asked: whether a signal has asked the agent to end.
-    """
+    """Torch's agent, whose workers are one of our groups."""
 
     def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, log_directory: Path | None) -> None:
         # Agents enter the final barrier once they know that all are done: only a lost one is not there soon.
         super().__init__(spec, exit_barrier_timeout=options.lost_after_s)
+        # How this machine's last group ended; if it was a victim, the first cause that another machine reported.
         self.verdict: Outcome[Any] = Outcome()
-        self.was_asked = False
+        self.was_asked = False  # by a signal, to end
         # Torch's agents restart the workers of all machines; a supervisor would restart only its own.
         self._job = replace(job, options=replace(job.options, max_restarts=0))
         self._options = options

@@ -35,9 +35,6 @@ _LINGER_S = 3.0
 class OtherMachines:
     """Speaks for this machine, and listens to the others.
 
-    Attributes:
-        round: what is known in this start of all workers; before the first start, that this machine is alone.
-
     Args:
         endpoint: where the agents meet.
         patience_s: seconds that a machine may be silent.
@@ -62,7 +59,7 @@ class OtherMachines:
         self._beat_s = min(beat_s, _BEAT_S, patience_s / 5)
         self._on_report, self._on_lost, self._on_cut_off = on_report, on_lost, on_cut_off
         self._answered_at = time.monotonic()
-        self.round = AgentRound("", 1, MachineReport(0))
+        self.round = AgentRound("", 1, MachineReport(0))  # before the first start, this machine is alone
         self._lock = threading.Lock()  # covers this machine's own report
         self._has_news = threading.Event()
         self._overwriting = Overwriting()  # of reports, from any machine

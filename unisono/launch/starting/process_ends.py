@@ -72,11 +72,8 @@ def native_threads() -> set[str]:
 
 def close_files(num_frozen: int) -> None:
     """Close what a script has left open, as the end of an interpreter does: what was written last is still in the
-    file's buffer. Standard streams are flushed. To be called before `os._exit`.
-
-    Args:
-        num_frozen: `gc.get_freeze_count()` before the script, which may freeze its files by `gc.freeze()`.
-    """
+    file's buffer. Standard streams are flushed. To be called before `os._exit`; `num_frozen` is `gc.get_freeze_count()`
+    before the script, which may freeze its files by `gc.freeze()`."""
     if gc.get_freeze_count() > num_frozen:
         gc.unfreeze()
     files: list[io.IOBase] = []

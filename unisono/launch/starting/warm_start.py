@@ -104,12 +104,8 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def start(code: str, modules: list[str], idle_s: float) -> int | None:
-    """Start a warm process, and wait until it has imported these modules: its pid, or None if it has ended.
-
-    Args:
-        code: what it runs; in it, "{control}" stands for the descriptor of a socket.
-        idle_s: it ends after that many seconds without a command.
-    """
+    """Start a warm process, and wait until it has imported these modules: its pid, or None if it has ended. It runs the
+    code, where "{control}" stands for the descriptor of a socket, and ends after `idle_s` seconds without a command."""
     import subprocess
 
     from unisono.launch.starting.process_ends import interpreter_command
