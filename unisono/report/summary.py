@@ -68,46 +68,28 @@ _ADVICE = {
 
 @dataclass(frozen=True, repr=False)
 class RankSummary:
-    """One rank's share of a run.
-
-    Attributes:
-        rank, device, pid: identify the rank.
-        seconds: by phase, including named ones; all but "move", which the transfer thread spends, add up to the time in
-            loops.
-        samples, batches, steps: how many the rank consumed; a repeated sample of a split tail is not counted.
-        skipped_steps: steps without an update, since all weights were 0.
-        not_finite: the first step with a loss or gradient that was NaN or infinite, if this rank found it; else 0.
-        repeated: samples that only repeated others, to keep in step or to fill a batch.
-        waits: seconds by cause (see `CAUSES`); they add up to the phase "fetch".
-        nbytes: the size in bytes of the batches it consumed, as loaded.
-        mean_queue: the mean number of batches ready in the loader when the loop asked for one.
-        memory: bytes in use at the time of the summary.
-        peak_memory: the most bytes of its device ever in use at once; 0 if the family does not count them.
-        host: the name of its machine.
-        counters: the counters of the device's runtime in this process: graphs compiled, for example.
-        workers: for each loader with num_workers="auto", how many loader workers it has, and why not more, in words.
-        spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
-    """
+    """One rank's share of a run."""
 
     rank: int
     device: str
     pid: int
+    # By phase, including named ones; all but "move", which the transfer thread spends, add up to the time in loops.
     seconds: dict[str, float]
-    samples: int
+    samples: int  # that it consumed, without repeated ones of a split tail; so are batches and steps
     batches: int
     steps: int
-    memory: int
-    spans: list[tuple[str, list[Span]]]
-    repeated: int = 0
-    skipped_steps: int = 0
-    not_finite: int = 0
-    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
-    nbytes: int = 0
-    mean_queue: float = 0.0
-    peak_memory: int = 0
+    memory: int  # bytes in use at the time of the summary
+    spans: list[tuple[str, list[Span]]]  # the latest of each track, "loop" and the helpers', on its machine's clock
+    repeated: int = 0  # samples that only repeated others, to keep in step or to fill a batch
+    skipped_steps: int = 0  # without an update, since all weights were 0
+    not_finite: int = 0  # the first step with a loss or gradient that was NaN or infinite, if this rank found it
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))  # seconds; together, "fetch"
+    nbytes: int = 0  # of the batches it consumed, as loaded
+    mean_queue: float = 0.0  # batches that were ready in the loader when the loop asked for one
+    peak_memory: int = 0  # the most bytes of its device in use at once; 0 if the family does not count them
     host: str = ""
-    counters: dict[str, int] = field(default_factory=dict)
-    workers: list[str] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)  # of the device's runtime in this process
+    workers: list[str] = field(default_factory=list)  # what num_workers="auto" has chosen for each loader, and why
 
     @property
     def loop_seconds(self) -> float:

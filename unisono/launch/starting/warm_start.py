@@ -87,7 +87,7 @@ def circumstances() -> dict[str, Any]:
         "sys.path": list(sys.path),
         "the user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
         "the control group": _read("/proc/self/cgroup"),
-        "a namespace": [_link(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
+        "a namespace": [os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
         "the root directory": tuple(os.stat("/"))[1:3],
         "the set of cores": sorted(os.sched_getaffinity(0)),
         "the priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
@@ -230,12 +230,5 @@ def _is_ignored(signum: int) -> bool:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
     except OSError:
         return ""
