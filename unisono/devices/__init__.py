@@ -78,11 +78,7 @@ def pick_backend(name: str | None = None) -> Backend:
     CPU. ValueError: it does not exist or has no device here; the message lists the devices that exist."""
     name = name or os.environ.get(CHOICE) or None
     if name is None:
-        here = (
-            backend
-            for backend in map(get_backend, family_names())
-            if backend.is_available() and backend.is_accelerated()
-        )
+        here = (each for each in map(get_backend, family_names()) if each.is_available() and each.is_accelerated())
         return next(here, None) or get_backend(CPU)
     backend = get_backend(name)
     if not backend.is_available():
@@ -107,11 +103,8 @@ def backend_of_group(config: str) -> Backend:
 
 def available_devices() -> list[str]:
     """Every device that exists here, as strings such as "cuda:0", in the order of `family_names()`."""
-    return [
-        f"{backend.name}:{index}"
-        for backend in map(get_backend, family_names())
-        for index in range(backend.device_count())
-    ]
+    families = map(get_backend, family_names())
+    return [f"{each.name}:{index}" for each in families for index in range(each.device_count())]
 
 
 def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.device]:

@@ -86,7 +86,6 @@ class Job:
 
     @property
     def ranks(self) -> range:
-        """The ranks of the workers on this machine."""
         return range(self.place.rank, self.place.rank + self.place.local_world_size)
 
     @property
@@ -95,7 +94,6 @@ class Job:
         return min(_PULSE_S, (self.options.hang_timeout_s or self.options.timeout_s) / 20)
 
     def place_of(self, rank: int) -> RankPlace:
-        """One worker's place in the world."""
         return replace(self.place, rank=rank, local_rank=rank - self.place.rank)
 
 

@@ -27,8 +27,6 @@ _CHUNK = 1 << 20
 
 
 class Kind(IntEnum):
-    """The kinds of messages."""
-
     PULSE = 1  # a pickled `Pulse`
     HANDLES_STOP = 2  # SIGTERM is a request to this worker, which acts on it at its next step: see `should_stop`
     STOPPED = 3  # all ranks have agreed to stop, after that many steps; the outcome is that of an early end

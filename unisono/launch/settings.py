@@ -45,18 +45,14 @@ def _set_warning_filters(filters: list[Any]) -> None:
 
 def _numpy_generator() -> tuple[Any, ...] | None:
     """None if unused: NumPy imports the module on first use, to draw or to seed."""
-    if "numpy.random" not in sys.modules:
-        return None
-    kind, words, *rest = sys.modules["numpy.random"].get_state()
-    return kind, words.tobytes(), *rest
+    return sys.modules["numpy.random"].get_state() if "numpy.random" in sys.modules else None
 
 
 def _set_numpy_generator(state: tuple[Any, ...] | None) -> None:
     if state is not None:
         import numpy
 
-        kind, words, *rest = state
-        numpy.random.set_state((kind, numpy.frombuffer(words, dtype="uint32"), *rest))
+        numpy.random.set_state(state)
     elif "numpy" in sys.modules:  # the zygote has imported it, and no two workers may draw the same numbers
         sys.modules["numpy"].random.seed()
 
@@ -105,7 +101,7 @@ class Settings:
         refused = {}
         for name, value in self.values.items():
             # NumPy's is set in any case: without a state to set, it gets another seed than in the other forks.
-            if name not in own or own[name] != value or name == "numpy.random.seed":
+            if name == "numpy.random.seed" or name not in own or own[name] != value:
                 try:
                     SETTINGS[name][1](value)
                 except Exception as error:
@@ -123,7 +119,6 @@ def _read_values() -> dict[str, Any]:
 
 
 def read_loggers() -> dict[str, tuple[dict[str, Any], list[Handler] | None]]:
-    """Describe the loggers of this process."""
     found: dict[str, tuple[dict[str, Any], list[Handler] | None]] = {}
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         if not isinstance(logger, logging.Logger):

@@ -26,7 +26,6 @@ class Checkpoint(NamedTuple):
     steps: list[int]  # how many each optimizer had taken
 
     def step_of(self, optimizer: int) -> int:
-        """The last step of that optimizer."""
         return self.steps[optimizer] if optimizer < len(self.steps) else 0
 
 

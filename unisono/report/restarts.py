@@ -84,18 +84,10 @@ def restarts_of(attempts: Sequence[Attempt]) -> Restarts:
         furthest = before.done if before.has_stepped else furthest
         next_s = next((each.first_s for each in known[number:] if each.has_stepped), None)
         took = None if next_s is None or before.fault_s is None else max(0.0, next_s - before.fault_s)
-        found.append(
-            Restart(
-                number,
-                before.fault.get("what", ""),
-                before.fault_s,
-                (before.world_size, after.world_size),
-                furthest,
-                after.loaded if after.has_stepped else None,
-                max(0, furthest - after.loaded) if after.has_stepped else 0,
-                took,
-            )
-        )
+        what, ranks = before.fault.get("what", ""), (before.world_size, after.world_size)
+        continued = after.loaded if after.has_stepped else None
+        repeated = 0 if continued is None else max(0, furthest - continued)
+        found.append(Restart(number, what, before.fault_s, ranks, furthest, continued, repeated, took))
     kept_s, kept = 0.0, None
     for each in reversed(known):
         if each.has_stepped:
