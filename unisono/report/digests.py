@@ -3,11 +3,11 @@ run has recorded to replay a step: its command and its checkpoints."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unisono.report.run import lines_of, parsed
 from unisono.report.summary import DIGESTS
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = range(3)
@@ -92,11 +92,7 @@ def read_digests(path: str | Path, needs_steps: bool = True) -> RunDigests:
     """Read the digests of a run, given by its directory or a log directory. What a restart has repeated counts once.
     FileNotFoundError: it has none; with `needs_steps`, also if it ended before the first step with digests."""
     found, file = RunDigests(), run_in(path) / DIGESTS
-    for text in filter(str.strip, file.read_text(errors="replace").splitlines() if file.exists() else []):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # a kill has cut it off, or it is being written
+    for line in filter(None, map(parsed, lines_of(file) if file.exists() else ())):
         found.add(line)
     if not (found.steps if needs_steps else found.settings):
         advice = (

@@ -83,7 +83,7 @@ class RankRecord:
         is added to `cut`."""
         path = self.path.with_suffix(".spans.jsonl")
         for line in reversed(path.read_text().splitlines() or [""] if path.exists() else []):
-            found = _parsed(line)
+            found = parsed(line)
             if found is None:
                 self.cut.append(f"{path.name} is cut off")
             elif found.pop("restart") == self.facts.get("restart"):
@@ -322,8 +322,8 @@ def read_rank(path: Path) -> RankRecord:
     """Read the record of one rank; what cannot be read is left out, and reported."""
     record = RankRecord(int(path.name.split(".")[0].removeprefix("rank-")), path)
     cut = []
-    for number, line in enumerate(_lines(path), 1):
-        found = _parsed(line)
+    for number, line in enumerate(lines_of(path), 1):
+        found = parsed(line)
         if found is None and not line.endswith("\n") and record.end is None and not record.is_lost:
             break  # it is being written
         if found is None:
@@ -350,12 +350,14 @@ def read_rank(path: Path) -> RankRecord:
     return record
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a file that has a JSON object on each."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from filter(str.strip, file)
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def parsed(line: str) -> dict[str, Any] | None:
+    """The object; None if a kill has cut it off, or it is being written."""
     try:
         found = json.loads(line)
     except ValueError:
