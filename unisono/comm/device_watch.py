@@ -29,12 +29,9 @@ _PATIENCE_S = 30.0  # for a loop that submits a lot at once, and then computes f
 
 
 class DeviceWatch:
-    """Watches a rank's device from its start until `close`, or until it has ended the wait.
-
-    Args:
-        count: returns how many collectives have been submitted to the device.
-        end_wait: looks for a peer's failure; if there is one, ends the device's wait, and returns True.
-    """
+    """Watches a rank's device from its start until `close`, or until it has ended the wait. `count` returns how many
+    collectives have been submitted to the device; `end_wait` looks for a peer's failure and, if there is one, ends the
+    device's wait, and returns True."""
 
     def __init__(
         self,

@@ -51,12 +51,8 @@ _READING_S = 1.0  # for work of milliseconds: a thread that is between two group
 
 
 class Supervisor:
-    """Starts the workers of a job and watches them.
-
-    Args:
-        log_directory: of a run that continues after this job; None makes one for the job, if its options name a place.
-        others: the other machines, if the workers have peers there.
-    """
+    """Starts the workers of a job and watches them. `log_directory` is that of a run that continues after this job;
+    None makes one, if the job's options name a place. `others` are the other machines, if workers have peers there."""
 
     def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
         self._job = job
