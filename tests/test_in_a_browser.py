@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from unisono.report.comparison_page import write_comparison
+from unisono.report.comparison import write_comparison
 from unisono.report.page import write_page
 from unisono.report.run import read_run
 

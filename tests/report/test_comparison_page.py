@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, Output, spawn
 from unisono.cli.main import main
-from unisono.report.comparison_page import comparison_data
+from unisono.report.comparison import comparison_data
 from unisono.report.page import charts_of_logged, page_data
 from unisono.report.run import Run, read_run
 

@@ -77,7 +77,8 @@ def test_a_run_leaves_each_step_its_phases_and_what_was_logged(run: Run) -> None
     assert [each.rank for each in run.ranks] == [0, 1]
     assert run.missing == []
     for each in run.ranks:
-        assert (each.end, each.restarts, each.summary.steps, each.summary.samples) == ("finished", 0, STEPS, 2 * STEPS)
+        assert (each.end, each.earlier) == ("finished", [])
+        assert (each.summary.steps, each.summary.samples) == (STEPS, 2 * STEPS)
         assert len(each.steps()) == STEPS
         assert sum(seconds for _, seconds in each.steps()) <= each.summary.loop_seconds
         phases = [span.phase for span in next(spans for name, spans in each.spans().items() if name.startswith("loop"))]
@@ -255,7 +256,7 @@ def test_a_restart_counts_and_what_is_cut_off_is_said(copied: Path) -> None:
     assert read_run(copied).missing == [], "the line may be being written"
     os.utime(file, (0, 0))
     found = read_run(copied).ranks[0]
-    assert (found.restarts, found.samples, found.summary) == (1, [], None)
+    assert (len(found.earlier), found.samples, found.summary) == (1, [], None)
     assert "rank-0.jsonl is cut off" in found.cut[0]
     (copied / "rank-1.jsonl").unlink()
     assert "rank 1 has left no record of the last attempt" in read_run(copied).missing
@@ -291,7 +292,7 @@ def test_a_restart_after_a_kill_in_the_middle_of_a_line_is_read(tmp_path: Path) 
     file.write_text('{"began": 1.0, "rank": 0}\n{"t": 1')
     Recorder(replace(solo_world(), restart_count=1), tmp_path)
     found = read_run(tmp_path).ranks[0]
-    assert (found.restarts, found.facts["restart"], found.cut) == (1, 1, ["line 2 of rank-0.jsonl is cut off"])
+    assert (len(found.earlier), found.facts["restart"], found.cut) == (1, 1, ["line 2 of rank-0.jsonl is cut off"])
 
 
 def test_ranks_of_an_attempt_that_was_repeated_without_them_are_left_out(run: Run, copied: Path) -> None:

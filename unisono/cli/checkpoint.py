@@ -23,7 +23,6 @@ exit codes: 0 success; 1 a checkpoint is damaged, or cannot be read or written; 
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `unisono`."""
     text = "look at checkpoints, and export a model for plain torch"
     format_class = argparse.RawDescriptionHelpFormatter
     parser = subparsers.add_parser(

@@ -9,7 +9,6 @@ from typing import Any
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "compare",
         help="the first step in which two runs with virtual ranks differ; two runs side by side, as a page",
@@ -26,10 +25,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
     # Here: other commands need none of it.
-    from unisono.report.comparison_page import write_comparison
-    from unisono.report.digests import check_two
+    from unisono.report.comparison import write_comparison
+    from unisono.report.digests import EQUAL, NOT_COMPARABLE, check_two, compare_digests, has_digests, read_digests
     from unisono.report.run import read_run
 
     paths, page = (arguments.one, arguments.other), arguments.output
@@ -39,35 +37,23 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error(f"-o {page}: there is no directory {Path(page).parent}; create it, or name another one")
     try:
         check_two(*paths)
-        if page is None:
-            code, text = _compare_bits(paths)
-            print(text)
-            return code
-        runs = read_run(paths[0]), read_run(paths[1])
+        runs = None if page is None else (read_run(paths[0]), read_run(paths[1]))
         try:
-            code, text = _compare_bits(paths)
+            code, text = compare_digests(*map(read_digests, paths))
         except FileNotFoundError as error:
-            code, text = _without_digests(paths, error)
+            if runs is None:
+                raise
+            # Where only one run has digests, the bits were meant to be compared.
+            code, text = NOT_COMPARABLE, str(error)
+            if not any(map(has_digests, paths)):
+                unknown = "whether their bits differ is unknown"
+                code, text = EQUAL, f"{unknown}: Accelerator(virtual_ranks=...) writes digests, and neither has"
         print(text)
-        print(f"page: {write_comparison(runs, paths, text, page)}")
+        if runs is not None:
+            print(f"page: {write_comparison(runs, paths, text, page)}")
     except BrokenPipeError:
         raise
     except (OSError, ValueError) as error:
         print(f"unisono compare: {error}", file=sys.stderr)
         return 2
     return code
-
-
-def _compare_bits(paths: tuple[str, str]) -> tuple[int, str]:
-    from unisono.report.digests import compare_digests, read_digests
-
-    return compare_digests(*map(read_digests, paths))
-
-
-def _without_digests(paths: tuple[str, str], error: Exception) -> tuple[int, str]:
-    """Where only one run has digests, the bits were meant to be compared."""
-    from unisono.report.digests import EQUAL, NOT_COMPARABLE, has_digests
-
-    if any(map(has_digests, paths)):
-        return NOT_COMPARABLE, str(error)
-    return EQUAL, "whether their bits differ is unknown: Accelerator(virtual_ranks=...) writes digests, and neither has"

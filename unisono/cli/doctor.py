@@ -53,7 +53,6 @@ def warning_if(is_bad: bool, name: str, text: str, advice: str) -> Finding:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `unisono`."""
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, and report what needs fixing",

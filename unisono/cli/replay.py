@@ -20,7 +20,6 @@ _NOT_REPLAYED = 2
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "replay",
         help="a step of a recorded run with virtual ranks once more, with its bits, on any number of devices",
@@ -43,7 +42,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the subcommand."""
     from unisono.cli.run import has_run, print_failure  # here, like everything that imports torch
     from unisono.launch.job import private_directory
     from unisono.launch.options import Output

@@ -11,7 +11,6 @@ from unisono.cli.top import DEFAULT, running_runs
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "report",
         help="where the time of a run went",
@@ -33,7 +32,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
     # Here: other commands need none of it.
     from unisono.report.as_json import as_json
     from unisono.report.comparison import compare

@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `unisono`."""
     run_options.add_parser(subparsers).set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the command; return the exit code."""
     began = time.monotonic()
     is_here = parsed.standalone or (parsed.nnodes in (None, (1, 1)) and endpoint_of(parsed) is None)
     if not (is_here and parsed.nproc == 1) and parsed.start_method in (None, "zygote"):

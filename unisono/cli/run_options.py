@@ -131,7 +131,9 @@ def _parse_settings(text: str) -> dict[str, str]:
 
 _NUMBER: dict[str, Any] = {"type": _parse_number}
 _POSITIVE: dict[str, Any] = {"type": partial(_parse_number, least=1)}
+_ZERO: dict[str, Any] = {**_NUMBER, "default": 0}
 _SECONDS: dict[str, Any] = {"type": _parse_seconds}
+_MODULES: dict[str, Any] = {"type": parse_modules, "default": []}
 _NPROC_HELP = (
     "workers on this machine, else one per device; gpu: one per accelerator, cpu: one per core, auto: the first that "
     "this machine has"
@@ -155,20 +157,10 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("-m --module", "", "the target is a module, which is run as `python -m` does", {}),
     ("--backend", "B", "the device family; else the first that has devices", {}),
     ("--start-method", "M", "how workers are started, zygote or spawn; see `spawn`", {}),
-    (
-        "--preload",
-        "M,..",
-        "modules that are imported once for all workers, before they start",
-        {"type": parse_modules, "default": []},
-    ),
+    ("--preload", "M,..", "modules that are imported once for all workers, before they start", _MODULES),
     ("", "", "CPU cores", {}),
     ("--num-threads", "N", "CPU threads of each worker; else its share of the cores", _POSITIVE),
-    (
-        "--num-loader-workers",
-        "N",
-        "of each worker's DataLoader, which then get their share of the cores, too",
-        {**_NUMBER, "default": 0},
-    ),
+    ("--num-loader-workers", "N", "of each worker's DataLoader, which then get their share of the cores, too", _ZERO),
     ("--numa-binding", "M", "keep each worker to the cores near its GPU: node, socket, exclusive or core-complex", {}),
     ("", "", "collectives", {}),
     ("--timeout", "S", "their time limit (%(default)s)", {**_SECONDS, "default": 1800.0}),
@@ -180,12 +172,7 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     ("", "", "failing and restarting", {}),
     ("--max-restarts", "N", "restart all workers, at most N times", _NUMBER),
-    (
-        "--snapshot-every",
-        "N",
-        "every N steps, keep the state in memory, for restarts",
-        _NUMBER,
-    ),
+    ("--snapshot-every", "N", "every N steps, keep the state in memory, for restarts", _NUMBER),
     ("--hang-timeout", "S", "stop when no rank makes progress for S seconds", _SECONDS),
     ("--shutdown-timeout --grace", "S", "between SIGTERM and SIGKILL (5; 25 with several machines)", _SECONDS),
     ("", "", "output", {}),

@@ -18,7 +18,6 @@ DEFAULT = Path("logs")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "top",
         help="what each rank of your runs that have a log directory is doing now",
@@ -34,8 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
-    from unisono.launch.colours import understands_codes, wants_colours
+    from unisono.launch.messages import understands_codes, wants_colours
     from unisono.report.as_json import as_json  # here: other commands need none of it
     from unisono.report.live import describe, is_alive
     from unisono.report.run import read_run

@@ -19,7 +19,6 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "warm",
         help="import torch and more once, so that unisono run starts at once",
@@ -36,7 +35,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
     from unisono.launch.starting.warm_start import start
 
     if sys.platform != "linux":

@@ -18,11 +18,7 @@ from unisono.comm.stacks import describe_call, own_frames
 
 
 class Comparison:
-    """Compares by a small reduction.
-
-    Args:
-        gather: returns the bytes of all ranks; a collective.
-    """
+    """Compares by a small reduction; `gather` returns the bytes of all ranks, a collective."""
 
     def __init__(self, gather: Callable[[bytes], list[bytes]]) -> None:
         self._gather = gather

@@ -29,16 +29,9 @@ _PATIENCE_S = 30.0  # for a loop that submits a lot at once, and then computes f
 
 
 class DeviceWatch:
-    """Watches a rank's device from its start until `close`, or until it has ended the wait.
-
-    Args:
-        count: returns how many collectives have been submitted to the device.
-        end_wait: looks for a peer's failure; if there is one, ends the device's wait, and returns True.
-
-    Attributes:
-        num_done: how many of the collectives the device is known to have finished.
-        is_behind: whether it has been busy so long that it may be waiting in one.
-    """
+    """Watches a rank's device from its start until `close`, or until it has ended the wait. `count` returns how many
+    collectives have been submitted to the device; `end_wait` looks for a peer's failure and, if there is one, ends the
+    device's wait, and returns True."""
 
     def __init__(
         self,
@@ -49,8 +42,8 @@ class DeviceWatch:
         look_s: float = _LOOK_S,
         patience_s: float = _PATIENCE_S,
     ) -> None:
-        self.num_done = 0
-        self.is_behind = False
+        self.num_done = 0  # of the collectives, that the device is known to have finished
+        self.is_behind = False  # whether it has been busy so long that it may be waiting in one
         self._patience_s = patience_s
         self._mark = partial(backend.mark, device)
         self._is_reached, self._count, self._end_wait = backend.is_reached, count, end_wait

@@ -115,22 +115,13 @@ def _noting_calls(original: Callable[..., Any], name: str, argument: int | None)
             return original(group, *args, **kwargs)
         _numbers[key] = number = _numbers.get(key, 0) + 1
         tensor = _first_tensor(args[:2])
-        sized = _first_tensor(args[argument : argument + 1]) if argument is not None else None
+        sized = None if argument is None else _first_tensor(args[argument : argument + 1])
+        dtype, size = getattr(tensor, "dtype", None), None if sized is None else sized.numel()
+        options = kwargs.get("opts", args[-1] if args else None)
         frame = sys._getframe(1)
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
-        _begun.append(
-            _Begun(
-                key,
-                number,
-                name,
-                tensor.dtype if tensor is not None else None,
-                sized.numel() if sized is not None else None,
-                kwargs.get("opts", args[-1] if args else None),
-                frame.f_code,
-                frame.f_lineno,
-            )
-        )
+        _begun.append(_Begun(key, number, name, dtype, size, options, frame.f_code, frame.f_lineno))
         return original(group, *args, **kwargs)
 
     return call
@@ -161,6 +152,5 @@ def _described(begun: _Begun) -> NotedCall:
     if begun.name in _HAVE_ROOTS and (root := getattr(begun.options, "rootRank", None)) is not None:
         parts.append(f"root {root}")
     place = Frame(begun.code.co_filename, begun.line, begun.code.co_name)
-    return NotedCall(
-        begun.group, begun.number, f"called {begun.name}({', '.join(parts)})", f"{begun.name}() in {place}"
-    )
+    action = f"called {begun.name}({', '.join(parts)})"
+    return NotedCall(begun.group, begun.number, action, f"{begun.name}() in {place}")

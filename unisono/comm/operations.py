@@ -74,19 +74,14 @@ _IN_PLACE = ("all_reduce", "broadcast")
 @dataclass(frozen=True)
 class Call:
     """One rank's call of a collective, or with the name "" an announcement of what it does next, together with its
-    peers; if it differs between ranks, they are out of step.
-
-    Attributes:
-        purpose: what it was announced for; "" without an announcement.
-        place: the type of the tensor's device, if that is not the rank's own.
-    """
+    peers; if it differs between ranks, they are out of step."""
 
     name: str
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     argument: str | int | None = None
-    purpose: str = ""
-    place: str = ""
+    purpose: str = ""  # what it was announced for
+    place: str = ""  # the type of the tensor's device, if that is not the rank's own
 
     @classmethod
     def on(cls, name: str, tensor: torch.Tensor, argument: str | int | None = None, place: str = "") -> Call:

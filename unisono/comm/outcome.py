@@ -41,21 +41,13 @@ _NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """The result of one piece of work.
+    """The result of one piece of work."""
 
-    Attributes:
-        value: the value that it returned; meaningless if `error` is set.
-        error: the exception that it raised.
-        where: the place in words, added to the error as a note when it is unwrapped.
-        at: the time of its end, `time.monotonic()` in seconds; comparable among the processes of one machine.
-        is_secondary: whether the error, or one in its chain, only reports that a peer broke the world.
-    """
-
-    value: T | None = None
-    error: BaseException | None = None
-    where: str = ""
-    at: float = 0.0
-    is_secondary: bool = False
+    value: T | None = None  # that it returned; meaningless if `error` is set
+    error: BaseException | None = None  # that it raised
+    where: str = ""  # the place in words, added to the error as a note when it is unwrapped
+    at: float = 0.0  # when it ended, by `time.monotonic()`; comparable among the processes of one machine
+    is_secondary: bool = False  # whether the error, or one in its chain, only reports that a peer broke the world
 
     @classmethod
     def capture(cls, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:

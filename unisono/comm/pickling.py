@@ -227,14 +227,7 @@ def _is_named_in_main(obj: Any) -> bool:
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:
-    """Pickle the call, and before it the settings, by value if they contain definitions of `__main__`.
-
-    Raises:
-        UnpicklableError: names what cannot be sent.
-    """
-    with contextlib.suppress(Exception), io.BytesIO() as file:
-        _PlainPickler(file).dump(settings)  # many times as fast as by value
-        settings = file.getvalue()
+    """Pickle the call, and before it the settings. UnpicklableError: names what cannot be sent."""
     try:
         return dumps_call(fn, args, settings)
     except Exception as error:
@@ -244,15 +237,6 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) ->
             f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: "
             f"{error}){describe_unpicklable(part)}; create it inside fn, or pass what it is created from"
         ) from error
-
-
-class _PlainPickler(pickle.Pickler):
-    """Refuses definitions of `__main__`, which other processes do not find by name."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType) and obj.__module__ in _MAIN:
-            raise pickle.PicklingError(f"{obj!r} is defined in __main__")
-        return NotImplemented
 
 
 def is_picklable(part: Any) -> bool:

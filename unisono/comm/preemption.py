@@ -51,9 +51,7 @@ def handle(warnings: Sequence[int] = ()) -> None:
     `serving`.
 
     The signals `warnings` set the flag, too, but call their handlers only after the ranks have agreed to stop.
-
-    Raises:
-        UnisonoError: this is the first call, it is not in the main thread, and the main thread does not serve.
+    UnisonoError: this is the first call, it is not in the main thread, and the main thread does not serve.
     """
     global _is_handled
     if _is_handled:

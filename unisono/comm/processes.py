@@ -68,23 +68,16 @@ _ADVICE = (
 
 
 class ProcessCommunicator:
-    """A rank of the default process group.
-
-    Args:
-        store: where ranks leave the reason of a failure; None if the group was created elsewhere.
-        device: the rank's own.
-        owns_group: whether `leave` destroys the process group.
-        backend: the device's family, if its tensors are sent without a copy in main memory.
-        here: where ranks that share memory meet before each call, if the group itself does not do that.
-    """
+    """A rank of the default process group."""
 
     def __init__(
         self,
-        device: torch.device,
+        device: torch.device,  # the rank's own
+        # Where ranks leave the reason of a failure; None if the group was created elsewhere.
         store: dist.distributed_c10d.Store | None = None,
-        owns_group: bool = True,
-        backend: Backend | None = None,
-        here: MeetingPoint | None = None,
+        owns_group: bool = True,  # whether `leave` destroys the process group
+        backend: Backend | None = None,  # the device's family, if its tensors are sent without a copy in main memory
+        here: MeetingPoint | None = None,  # where ranks that share memory meet before each call, if not in the group
     ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()

@@ -21,11 +21,8 @@ _OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and i
 
 
 class Reasons:
-    """What the ranks of a world leave for one another.
-
-    Args:
-        store: None if the group was created elsewhere: then nothing is left, or found. It may be gone with its host.
-    """
+    """What the ranks of a world leave for one another in a store, which may be gone with its host. Without one, as
+    where the group was created elsewhere, nothing is left, or found."""
 
     def __init__(self, store: dist.distributed_c10d.Store | None, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size

@@ -34,10 +34,7 @@ def check_threads(who: str, uses_processes: bool = False) -> None:
 
 def start_threads(threads: Sequence[threading.Thread]) -> None:
     """Start the threads, in order. If an interrupt is raised, either none was started, or all are being started.
-
-    Raises:
-        UnisonoError: they would not be threads, as by `check_threads`.
-    """
+    UnisonoError: they would not be threads, as by `check_threads`."""
     check_threads(f"the thread {threads[0].name}")
     if threading.current_thread() is not threading.main_thread():
         _start_all(threads)

@@ -58,11 +58,8 @@ class XlaCommunicator(ThroughHostCommunicator[ThreadCommunicator | ProcessCommun
 @cache
 def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
     """Declare all devices of this process to the runtime, once, as replicas of one another and of those of its peers;
-    `size` is their number.
-
-    Raises:
-        BrokenWorldError: they do not reduce among themselves: runtimes that are not connected reduce nothing, silently.
-    """
+    `size` is their number. BrokenWorldError: they do not reduce among themselves: runtimes that are not connected
+    reduce nothing, silently."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 

@@ -75,18 +75,10 @@ def _load(name: str) -> Backend:
 
 def pick_backend(name: str | None = None) -> Backend:
     """The family of that name, else that of `UNISONO_BACKEND`, else the first accelerator of `family_names()`, else the
-    CPU.
-
-    Raises:
-        ValueError: the family does not exist or has no device here; the message lists the devices that exist.
-    """
+    CPU. ValueError: it does not exist or has no device here; the message lists the devices that exist."""
     name = name or os.environ.get(CHOICE) or None
     if name is None:
-        here = (
-            backend
-            for backend in map(get_backend, family_names())
-            if backend.is_available() and backend.is_accelerated()
-        )
+        here = (each for each in map(get_backend, family_names()) if each.is_available() and each.is_accelerated())
         return next(here, None) or get_backend(CPU)
     backend = get_backend(name)
     if not backend.is_available():
@@ -111,21 +103,15 @@ def backend_of_group(config: str) -> Backend:
 
 def available_devices() -> list[str]:
     """Every device that exists here, as strings such as "cuda:0", in the order of `family_names()`."""
-    return [
-        f"{backend.name}:{index}"
-        for backend in map(get_backend, family_names())
-        for index in range(backend.device_count())
-    ]
+    families = map(get_backend, family_names())
+    return [f"{each.name}:{index}" for each in families for index in range(each.device_count())]
 
 
 def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.device]:
     """The family and the normalised device that a user means by "cuda:1", "cpu", 1 or a `torch.device`.
 
-    A bare integer is an index of the picked family; a family's name without an index is its device 0.
-
-    Raises:
-        TypeError: it is neither a string, an integer nor a device.
-        ValueError: no such device exists here; the message lists those that do.
+    A bare integer is an index of the picked family; a family's name without an index is its device 0. TypeError: it is
+    neither a string, an integer nor a device; ValueError: it does not exist here, and the message lists those that do.
     """
     device = getattr(device, "torch_device", device)  # of a `Device`
     check_type(device, "device", "pass a string, an index or a torch.device", str, int, torch.device)

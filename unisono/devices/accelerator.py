@@ -37,13 +37,9 @@ class _Ready(NamedTuple):
 
 
 class AcceleratorBackend(Backend):
-    """A subclass has what only its devices do.
+    """A subclass has what only its devices do, and their type as its `name`."""
 
-    Args:
-        name: the type of its devices; None is that of the class.
-    """
-
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(self, name: str = "") -> None:
         self.name = name or self.name
         self._streams: dict[int, torch.Stream] = {}
 

@@ -102,10 +102,8 @@ def notice_who_asks() -> None:
 class Watch:
     """Detects whether anything is drawn from the three generators from now on, at the cost of seeding them once.
 
-    Python's and numpy's generators get the same seed each time, so the next number shows whether it is the first.
-
-    Args:
-        seed: for torch's generator, since `torch.initial_seed()` returns it.
+    Python's and numpy's generators get the same seed each time, so the next number shows whether it is the first;
+    torch's gets `seed`, since `torch.initial_seed()` returns it.
     """
 
     def __init__(self, seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,6 +22,17 @@ def say_asked(signum: int, grace_s: float | None = None) -> None:
     begin, end = ("\n", "; Ctrl-C again ends them now") if signum == signal.SIGINT else ("", "")  # after the "^C"
     with suppress(OSError):  # not via sys.stderr, which may be in the middle of a write
         os.write(2, f"{begin}unisono: asked by {signal.Signals(signum).name}, the workers {what}{end}\n".encode())
+
+
+@contextmanager
+def handlers_set(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """During the block, signals have these handlers."""
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 class ProcessContext:
@@ -135,13 +146,8 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
             supervisor.request(Group.ask_to_stop)
             say_asked(signum)
 
-    for each in taken:
-        signal.signal(each, handle)
-    try:
+    with handlers_set(dict.fromkeys(taken, handle)):
         # The request may have come before this handler was set.
         if signal.SIGTERM in taken and is_handling and preemption.is_requested():
             supervisor.request(Group.ask_to_stop)
         yield
-    finally:
-        for each in taken:
-            signal.signal(each, before[each])

@@ -24,7 +24,7 @@ from unisono.arguments import check_integer
 from unisono.comm.outcome import Outcome, first_cause
 from unisono.comm.pickling import pickle_call
 from unisono.errors import StoppedError
-from unisono.launch.context import say_asked
+from unisono.launch.context import handlers_set, say_asked
 from unisono.launch.job import Caller
 from unisono.launch.options import Options
 from unisono.launch.settings import Settings
@@ -152,19 +152,13 @@ class _Terminated(SystemExit):
 def _signals_raise(grace_s: float) -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise in the block, where they would end this process at once."""
     names = [signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]
-    taken = {each for each in names if signal.getsignal(each) is signal.SIG_DFL}
-    if threading.current_thread() is not threading.main_thread():  # Python sets handlers only there
-        taken = set()
+    is_main = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
+    taken = {each for each in names if is_main and signal.getsignal(each) is signal.SIG_DFL}
 
     def handle(signum: int, _: Any) -> NoReturn:
         if 128 + signum == _HUNG_UP:
             say_asked(signum, grace_s)
         raise _Terminated(128 + signum)
 
-    for each in taken:
-        signal.signal(each, handle)
-    try:
+    with handlers_set(dict.fromkeys(taken, handle)):
         yield
-    finally:
-        for each in taken:
-            signal.signal(each, signal.SIG_DFL)

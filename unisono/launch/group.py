@@ -58,18 +58,14 @@ _KEPT_LINES = 400  # of stderr: as many as are kept if lines are short
 
 
 class Ending:
-    """How a group is ended: SIGTERM, or SIGINT, then after the grace period SIGKILL.
-
-    Attributes:
-        due: when to send the next signal, by `time.monotonic()`, a clock shared with the workers; None if none is due.
-        was_asked: whether the caller has asked for the end, which gives the workers their grace period.
-    """
+    """How a group is ended: SIGTERM, or SIGINT, then after the grace period SIGKILL."""
 
     def __init__(self, grace_s: float) -> None:
+        # When to send the next signal, by `time.monotonic()`, a clock shared with the workers.
         self.due: float | None = None
         self.sent: list[signal.Signals] = []
         self.began_at = math.inf
-        self.was_asked = False
+        self.was_asked = False  # by the caller, which gives the workers their grace period
         self._grace_s = grace_s
         self._left = [signal.SIGTERM, signal.SIGKILL]
 
@@ -118,7 +114,7 @@ class Group:
         self._output = output
         self._on_started = on_started
         self._oom_watch = OomWatch()
-        self._zygote: socket.socket | None = None
+        self._zygote: socket.socket  # from `run` on
         self._ending = Ending(job.options.grace_s)
         self._is_stop_wanted = False  # the caller has asked for an early end
         ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
@@ -183,7 +179,6 @@ class Group:
             self._ending.begin_within(within_s)
 
     def _start_workers(self) -> None:
-        assert self._zygote is not None
         with write_job(self._job) as file:
             clear_steps(self._job.held_memory)
             for rank in self._job.ranks:
@@ -266,7 +261,6 @@ class Group:
                 self._ending.begin_within(_END_S)  # done; a worker that does not end by itself is then signalled
 
     def _hear_zygote(self) -> None:
-        assert self._zygote is not None
         try:
             message, _ = wire.receive(self._zygote)
         except EOFError:
@@ -283,7 +277,6 @@ class Group:
     def _lose_zygote(self) -> None:
         """Handle the zygote's death: the parent-death signal has killed the workers, but not the processes that they
         started."""
-        assert self._zygote is not None
         self._selector.unregister(self._zygote)
         # No worker can say why: the zygote has failed in its own start.
         if all(worker.pid is None for worker in self.workers):
@@ -341,7 +334,6 @@ class Group:
 
     def _signal_workers(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
         """Signal workers; with `to_sessions`, also their loader workers and other processes that they have started."""
-        assert self._zygote is not None
         ranks = [worker.rank for worker in workers]
         message = {"op": "signal", "signal": int(signum), "ranks": ranks, "to_sessions": to_sessions}
         # If the zygote is gone, its end of file follows, and `_lose_zygote` kills the workers.
@@ -350,7 +342,6 @@ class Group:
 
     def _close_group(self) -> None:
         """Close our end, and wait for the zygote to close its own, which means that no worker is left."""
-        assert self._zygote is not None
         with self._zygote, contextlib.suppress(OSError, EOFError):
             # Only the write side: the end of file from the zygote is what this waits for.
             self._zygote.shutdown(socket.SHUT_WR)

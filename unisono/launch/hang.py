@@ -56,7 +56,6 @@ class HangWatch:
     _progress_at: float = 0.0
 
     def hear(self, rank: int, pulse: Pulse, now: float) -> None:
-        """Record a rank's pulse."""
         before = self.pulses.get(rank)
         if before is None or before.progress != pulse.progress:
             self._progress_at = now

@@ -49,20 +49,15 @@ _PULSE_S = 1.0  # seconds between two checks of a worker's progress
 
 @dataclass(frozen=True)
 class Caller:
-    """What a worker takes over from the process that called `spawn`.
-
-    Attributes:
-        modules: as `describe_modules` returns them, pickled.
-        columns: the width of the terminal that shows the workers' stderr; 0 if there is none.
-        main: the file of `__main__`, and its name if it was run by `python -m`; empty where it has none.
-    """
+    """What a worker takes over from the process that called `spawn`."""
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=search_path)
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
-    columns: int = field(default_factory=lambda: terminal.columns_of(2))
+    columns: int = field(default_factory=lambda: terminal.columns_of(2))  # of what shows the workers' stderr
+    # The file of `__main__`, and its name if it was run by `python -m`; empty where it has none.
     main: tuple[str, str] = field(default_factory=lambda: _main_module())
 
 
@@ -74,34 +69,23 @@ def _main_module() -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a group get, the same for each: of a whole group, or of this machine's part of it.
+    """What all workers of a group get, the same for each: of a whole group, or of this machine's part of it."""
 
-    Attributes:
-        call: `Settings`, then `(fn, args)`, pickled by value where needed.
-        num_threads: CPU threads of each worker.
-        records: the directory of the ranks' records; "" for none.
-        held_memory: the path of the memory that its launcher holds; "" for none.
-        groups_before: how many groups of the same run were started before this one.
-        done_before: the optimizer steps that the attempt before had done; 0 if there was none.
-        place: the first worker's on this machine; without an address, the ranks meet in the group's directory.
-        secret: signs what such ranks send one another by gloo: other users reach the loopback, too.
-    """
-
-    call: bytes
+    call: bytes  # `Settings`, then `(fn, args)`
     backend: str
     options: Options
-    num_threads: int
-    place: RankPlace
+    num_threads: int  # CPU threads of each worker
+    place: RankPlace  # the first worker's here; without an address, the ranks meet in the group's directory
     caller: Caller = field(default_factory=Caller)
-    records: str = ""
-    held_memory: str = ""
-    groups_before: int = 0
-    done_before: int = 0
+    records: str = ""  # the directory of the ranks' records
+    held_memory: str = ""  # the path of the memory that its launcher holds
+    groups_before: int = 0  # of the same run
+    done_before: int = 0  # optimizer steps of the attempt before
+    # Signs what ranks without an address send one another by gloo: other users reach the loopback, too.
     secret: str = field(default_factory=lambda: token_hex(32), repr=False)
 
     @property
     def ranks(self) -> range:
-        """The ranks of the workers on this machine."""
         return range(self.place.rank, self.place.rank + self.place.local_world_size)
 
     @property
@@ -110,7 +94,6 @@ class Job:
         return min(_PULSE_S, (self.options.hang_timeout_s or self.options.timeout_s) / 20)
 
     def place_of(self, rank: int) -> RankPlace:
-        """One worker's place in the world."""
         return replace(self.place, rank=rank, local_rank=rank - self.place.rank)
 
 

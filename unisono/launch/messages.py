@@ -1,4 +1,5 @@
-"""Messages to the user: said once, shortened, and with the limit of the machine that an error has hit.
+"""Messages to the user: said once, shortened, and with the limit of the machine that an error has hit; and whether a
+terminal understands codes that move its cursor, and its user wants colours.
 
 *Threads:* any; at worst two log the same message at the same time.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from typing import IO
 
 from unisono.comm.outcome import add_note_once, chain_of
 from unisono.errors import RemoteTraceback
@@ -79,3 +81,13 @@ def describe_limit(error: BaseException) -> str:
             if is_meant and isinstance(link, OSError | RuntimeError):
                 return advice
     return ""
+
+
+def understands_codes(file: IO[str]) -> bool:
+    """Whether the file is a terminal that is not a dumb one."""
+    return file.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def wants_colours(file: IO[str]) -> bool:
+    """Whether to write colours: to such a terminal, unless NO_COLOR is set to anything."""
+    return understands_codes(file) and not os.environ.get("NO_COLOR")

@@ -74,16 +74,11 @@ def observe_plain_loops(world: World) -> None:
 
 @dataclass(eq=False)
 class _Loop:
-    """One over a DataLoader.
-
-    Attributes:
-        before: the phase around it.
-        passes: the number of passes with gradients at its last batch; None before any.
-    """
+    """One over a DataLoader."""
 
     iterator: weakref.ref[Any]
-    before: str | None
-    passes: int | None = None
+    before: str | None  # the phase around it
+    passes: int | None = None  # with gradients, until its last batch; None before any
 
 
 _Entered = tuple[Track, str | None]  # with the phase before
@@ -143,13 +138,14 @@ class PlainLoops:
             entered = self._enter(FETCH)
             if entered is None:
                 return original(iterator)
-            loop = self._begin_loop(iterator, entered)
+            track, before = entered
+            loop = self._begin_loop(iterator, before)
             try:
                 batch = original(iterator)
             except BaseException:
-                self._end_loop(loop, entered)
+                self._end_loop(loop, track)
                 raise
-            self._note_batch(loop, entered, batch)
+            self._note_batch(loop, track, batch)
             return batch
 
         return __next__
@@ -166,7 +162,9 @@ class PlainLoops:
                 self._give_up_step(track, phase)
             if phase == FORWARD and not torch.is_grad_enabled():
                 phase = EVALUATE
-            if track.phase not in _INTERRUPTED[phase] or (track.phase is None and self._has_own_loops()):
+            if track.phase not in _INTERRUPTED[phase]:
+                return None
+            if track.phase is None and self._world.state.deliveries.recent():  # loops over our loaders have all numbers
                 return None
             if phase in (FORWARD, BACKWARD):
                 self._passes += 1
@@ -200,36 +198,25 @@ class PlainLoops:
         self._track = self._world.timeline.loop()
         return self._track
 
-    def _has_own_loops(self) -> bool:
-        """Whether the script loops over loaders of this package, whose numbers have nothing added."""
-        return bool(self._world.state.deliveries.recent())
-
     def _end(self, error: Exception) -> None:
         self._is_off = True
         logger.warning("the phases of this rank's loops are not recorded from here on: %s", error)
 
     # Loops over a DataLoader.
 
-    def _begin_loop(self, iterator: Any, entered: _Entered) -> _Loop:
+    def _begin_loop(self, iterator: Any, before: str | None) -> _Loop:
         """The loop, which is new if this is its first batch; those within it that were left have ended."""
         loops = self._loops
         if loops and loops[-1].iterator() is iterator:
             return loops[-1]
-        found = self._place_of(iterator)
+        found = next((place for place, loop in enumerate(loops) if loop.iterator() is iterator), None)
         if found is None:
-            loops.append(_Loop(weakref.ref(iterator, self._drop_loop), entered[1]))
+            loops.append(_Loop(weakref.ref(iterator, self._drop_loop), before))
         else:
             del loops[found + 1 :]
         return loops[-1]
 
-    def _place_of(self, iterator: Any) -> int | None:
-        for place, loop in enumerate(self._loops):
-            if loop.iterator() is iterator:
-                return place
-        return None
-
-    def _note_batch(self, loop: _Loop, entered: _Entered, batch: Any) -> None:
-        track, _ = entered
+    def _note_batch(self, loop: _Loop, track: Track, batch: Any) -> None:
         try:
             # Loops that evaluate may turn gradients off for each batch: with no pass on the one before, this is one.
             began, is_training = track.since, torch.is_grad_enabled() and loop.passes != self._passes
@@ -248,9 +235,8 @@ class PlainLoops:
         except Exception as error:
             self._end(error)
 
-    def _end_loop(self, loop: _Loop, entered: _Entered) -> None:
+    def _end_loop(self, loop: _Loop, track: Track) -> None:
         """The loop has passed its last batch, or failed."""
-        track, _ = entered
         try:
             if loop in self._loops:
                 del self._loops[self._loops.index(loop) :]

@@ -52,11 +52,8 @@ def join(
     timeout: timedelta,
     process_group: Literal["gloo"] | None = None,
 ) -> World:
-    """Join the ranks: bind the device, create the process group, meet the peers.
-
-    Raises:
-        RuntimeError, OSError: the peers could not be reached; torch's own message, with a note on what was tried.
-    """
+    """Join the ranks: bind the device, create the process group, meet the peers. RuntimeError, OSError: they could not
+    be reached; torch's own message, with a note on what was tried."""
     device = backend.enter_worker(place.local_rank, place.local_world_size)
     if place.address:  # otherwise their group has its own secret
         use_secret(os.environ.get(SECRET, ""))

@@ -27,8 +27,6 @@ _CHUNK = 1 << 20
 
 
 class Kind(IntEnum):
-    """The kinds of messages."""
-
     PULSE = 1  # a pickled `Pulse`
     HANDLES_STOP = 2  # SIGTERM is a request to this worker, which acts on it at its next step: see `should_stop`
     STOPPED = 3  # all ranks have agreed to stop, after that many steps; the outcome is that of an early end
@@ -38,17 +36,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Pulse:
-    """A worker's progress report.
+    """A worker's progress report."""
 
-    Attributes:
-        progress: increases with every collective, batch and step.
-        doing: the collective it is in.
-        calls: while it stands still, its program's last calls on groups of torch.
-    """
-
-    progress: int
-    doing: str = ""
-    calls: tuple[NotedCall, ...] = ()
+    progress: int  # increases with every collective, batch and step
+    doing: str = ""  # the collective it is in
+    calls: tuple[NotedCall, ...] = ()  # while it stands still, its program's last ones on groups of torch
 
 
 class Reporter:

@@ -66,14 +66,10 @@ def let_scripts_initialise(say: Callable[[str], None]) -> None:
 
 
 class _ScriptGroups:
-    """What a script gets for `init_process_group`, in a process that has joined its world.
-
-    Attributes:
-        names: what scripts call our groups.
-    """
+    """What a script gets for `init_process_group`, in a process that has joined its world."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.names: dict[str, Any] = {NAME: dist.Backend.GLOO}
+        self.names: dict[str, Any] = {NAME: dist.Backend.GLOO}  # what scripts call our groups
         self._say = say
         # What several machines have does not.
         self._shares_memory = isinstance(dist.group.WORLD, SharedMemoryGroup)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,18 +45,14 @@ def _set_warning_filters(filters: list[Any]) -> None:
 
 def _numpy_generator() -> tuple[Any, ...] | None:
     """None if unused: NumPy imports the module on first use, to draw or to seed."""
-    if "numpy.random" not in sys.modules:
-        return None
-    kind, words, *rest = sys.modules["numpy.random"].get_state()
-    return kind, words.tobytes(), *rest
+    return sys.modules["numpy.random"].get_state() if "numpy.random" in sys.modules else None
 
 
 def _set_numpy_generator(state: tuple[Any, ...] | None) -> None:
     if state is not None:
         import numpy
 
-        kind, words, *rest = state
-        numpy.random.set_state((kind, numpy.frombuffer(words, dtype="uint32"), *rest))
+        numpy.random.set_state(state)
     elif "numpy" in sys.modules:  # the zygote has imported it, and no two workers may draw the same numbers
         sys.modules["numpy"].random.seed()
 
@@ -83,26 +79,18 @@ SETTINGS: dict[str, Switch] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker adopts before its call.
+    """What a worker adopts before its call."""
 
-    Attributes:
-        values: by the names of `SETTINGS`.
-        loggers: the caller's that were changed since their creation, by name: attributes, and handlers; None for those
-            that a worker has itself.
-        seed: the seed of torch's generators; the state of the devices' generators exists in no other process.
-    """
-
-    values: dict[str, Any]
+    values: dict[str, Any]  # by the names of `SETTINGS`
+    # The caller's that were changed since their creation, by name; no handlers of those that a worker has itself.
     loggers: dict[str, tuple[dict[str, Any], list[Handler] | None]]
-    seed: int
+    seed: int  # of torch's generators; the state of the devices' generators exists in no other process
 
     @classmethod
     def read(cls) -> Settings:
         """The settings of this process and of the calling thread, except those that cannot be sent to another one."""
-        settings = cls(_read_values(), read_loggers(), torch.initial_seed())
-        if is_picklable(settings.values):
-            return settings
-        return replace(settings, values={name: each for name, each in settings.values.items() if is_picklable(each)})
+        values = {name: each for name, each in _read_values().items() if is_picklable(each)}
+        return cls(values, read_loggers(), torch.initial_seed())
 
     def adopt(self, backend: Backend) -> dict[str, str]:
         """Set, in a worker of that device family, what differs. Returns, by name, why a setting could not be set."""
@@ -113,7 +101,7 @@ class Settings:
         refused = {}
         for name, value in self.values.items():
             # NumPy's is set in any case: without a state to set, it gets another seed than in the other forks.
-            if name not in own or own[name] != value or name == "numpy.random.seed":
+            if name == "numpy.random.seed" or name not in own or own[name] != value:
                 try:
                     SETTINGS[name][1](value)
                 except Exception as error:
@@ -131,7 +119,6 @@ def _read_values() -> dict[str, Any]:
 
 
 def read_loggers() -> dict[str, tuple[dict[str, Any], list[Handler] | None]]:
-    """Describe the loggers of this process."""
     found: dict[str, tuple[dict[str, Any], list[Handler] | None]] = {}
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         if not isinstance(logger, logging.Logger):

@@ -176,12 +176,8 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
 
 def make_job(call: bytes, count: int, family: Backend, options: Options, caller: Caller | None = None) -> Job:
     """Make the job of `count` workers on this machine, and prepare this process for them; `caller` is what they take
-    over, by default this process's.
-
-    Raises:
-        ValueError: workers without GPUs are to be pinned near them, or there are too few open files.
-        UnisonoError: workers cannot be supervised on this platform.
-    """
+    over, by default this process's. ValueError: workers without GPUs are to be pinned near them, or there are too few
+    open files; UnisonoError: workers cannot be supervised on this platform."""
     num_threads = options.shared_cores.threads_of_each(count)
     if (pin := options.shared_cores.pin) is not None and not family.is_accelerated():
         raise ValueError(f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}")

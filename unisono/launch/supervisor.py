@@ -30,14 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.comm.outcome import Outcome
 from unisono.comm.stacks import frames_of
-from unisono.errors import (
-    RemoteTraceback,
-    StoppedError,
-    UnisonoError,
-    UnpicklableError,
-    WorkerDiedError,
-    describe_exit,
-)
+from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError, WorkerDiedError, describe_exit
 from unisono.launch.group import Group
 from unisono.launch.held_memory import has_snapshots, held_memory, save_snapshot
 from unisono.launch.job import Job, rendezvous
@@ -58,15 +51,8 @@ _READING_S = 1.0  # for work of milliseconds: a thread that is between two group
 
 
 class Supervisor:
-    """Starts the workers of a job and watches them.
-
-    Args:
-        log_directory: of a run that continues after this job; None makes one for the job, if its options name a place.
-        others: the other machines, if the workers have peers there.
-
-    Attributes:
-        restarts_for: why its workers are stopped to be started again, although nothing has failed; "" if they are not.
-    """
+    """Starts the workers of a job and watches them. `log_directory` is that of a run that continues after this job;
+    None makes one, if the job's options name a place. `others` are the other machines, if workers have peers there."""
 
     def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
         self._job = job
@@ -75,15 +61,14 @@ class Supervisor:
         self._group: Group | None = None
         self.log_directory = log_directory
         self._others = others
-        self.restarts_for = ""
+        self.restarts_for = ""  # why its workers are stopped to be started again, although nothing has failed
         log_dir = self._options.output.log_dir
         if log_directory is None and log_dir is not None:  # here, so that an invalid one is an error in the caller
             self.log_directory = make_log_directory(log_dir)
         if self.log_directory is not None:
             self._job = replace(job, records=str(self.log_directory))
         self._wake_r, self._wake_w = socket.socketpair()
-        self._requests: list[Callable[[Group], None]] = []
-        self._readings: list[threading.Event] = []  # set once the workers' pipes have been read
+        self._requests: list[Callable[[Group], object]] = []
         self._asked_for: set[Callable[[Group], None]] = set()  # by `request`
         self._has_begun = False
         # reentrant: a signal handler may make a request while the code it interrupted does
@@ -147,8 +132,12 @@ class Supervisor:
         One that has ended counts: a handler may run long after its signal arrived. Waits until the workers' pipes have
         been read, `_READING_S` at most.
         """
-        self._catch_up()
-        return self._group is not None and any(worker.handles_stop for worker in self._group.workers)
+        if self._group is None:
+            return False
+        has_read = threading.Event()
+        if not self._has_ended.is_set() and self._queue_request(lambda _: has_read.set()):
+            has_read.wait(_READING_S)  # the thread reads the pipes before it obeys requests
+        return any(worker.handles_stop for worker in self._group.workers)
 
     def request(self, end: Callable[[Group], None]) -> None:
         """Request the end of the workers by `Group.interrupt`, `Group.stop` or `Group.ask_to_stop`. From then on their
@@ -175,23 +164,14 @@ class Supervisor:
         """End the workers for an external reason, which counts as their failure."""
         self._queue_request(lambda group: group.give_up(Outcome(error=reason)))
 
-    def _catch_up(self) -> None:
-        """Wait until the thread has read what the workers have sent so far: it reads their pipes before requests."""
-        if self._group is None or self._has_ended.is_set():
-            return
-        has_read = threading.Event()
-        with self._lock:
-            self._readings.append(has_read)
-        with contextlib.suppress(OSError):
-            # The socket is closed once the job has ended; the request is then void.
-            self._wake_w.send(b"!")
-            has_read.wait(_READING_S)
-
-    def _queue_request(self, request: Callable[[Group], None]) -> None:
+    def _queue_request(self, request: Callable[[Group], object]) -> bool:
+        """Queue a request; False if the job has ended, which closes the socket: then it is void."""
         with self._lock:
             self._requests.append(request)
-        with contextlib.suppress(OSError):
-            self._wake_w.send(b"!")
+        try:
+            return self._wake_w.send(b"!") > 0
+        except OSError:
+            return False
 
     # Everything below runs on the supervisor's thread.
 
@@ -266,16 +246,13 @@ class Supervisor:
 
     def _obey_requests(self) -> None:
         assert self._group is not None
-        # Read before the lists are taken: a request made meanwhile sends another byte. One made between two
+        # Read before the list is taken: a request made meanwhile sends another byte. One made between two
         # groups is obeyed by the next.
         self._wake_r.recv(4096)
         with self._lock:
             requests, self._requests = self._requests, []
-            readings, self._readings = self._readings, []
         for request in requests:
             request(self._group)
-        for has_read in readings:
-            has_read.set()
 
     def _as_asked(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
         """The verdict of a job; a StoppedError, if it was successful and a stop was agreed on, or asked for."""

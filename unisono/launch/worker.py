@@ -233,8 +233,7 @@ def _compare_ends(world: World, value: Any) -> Any:
     return value
 
 
-def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) -> None:
-    settings: Settings = pickle.loads(sent) if isinstance(sent, bytes) else sent
+def _adopt_settings(settings: Settings, world: World, reporter: Reporter) -> None:
     for name, reason in settings.adopt(world.backend).items():
         text = f"workers do not have what {name} has set in the calling process ({reason})"
         reporter.send(Kind.NOTE, text.encode())

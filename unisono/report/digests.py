@@ -3,11 +3,11 @@ run has recorded to replay a step: its command and its checkpoints."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unisono.report.run import lines_of, parsed
 from unisono.report.summary import DIGESTS
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = range(3)
@@ -19,44 +19,28 @@ Step = tuple[int, int]
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that a run has saved or loaded.
+    """A checkpoint that a run has saved or loaded."""
 
-    Attributes:
-        path: an absolute path, or a URL.
-        mark: the unique name of that save, since another save may have taken its place.
-        steps: how many steps each optimizer had taken.
-    """
-
-    path: str
-    mark: str
-    steps: list[int]
+    path: str  # absolute, or a URL
+    mark: str  # the unique name of that save, since another save may have taken its place
+    steps: list[int]  # how many each optimizer had taken
 
     def step_of(self, optimizer: int) -> int:
-        """The last step of that optimizer."""
         return self.steps[optimizer] if optimizer < len(self.steps) else 0
 
 
 @dataclass
 class RunDigests:
-    """What the bits of a run depend on, besides the script and the data, and the digests of its steps.
+    """What the bits of a run depend on, besides the script and the data, and the digests of its steps."""
 
-    Attributes:
-        settings: arguments of the Accelerator, and what computes.
-        steps: for each step with digests: those of gradients and of weights, by kind, and by the names of parameters.
-        weights: the SHA-256 of the weights at the end; "" if `end_training()` was not called.
-        command: what `unisono run` has started, as `describe_command` returns it; {} if something else did.
-        backend: the device family.
-        checkpoints: those that were saved or loaded, in that order.
-        origin: the one that was loaded before the first step.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of the Accelerator, and what computes
+    # For each step with digests: those of gradients and of weights, by kind, and by the names of parameters.
     steps: dict[Step, dict[str, dict[str, str]]] = field(default_factory=dict)
-    weights: str = ""
-    command: dict[str, Any] = field(default_factory=dict)
-    backend: str = ""
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    origin: Checkpoint | None = None
+    weights: str = ""  # the SHA-256 at the end; "" if `end_training()` was not called
+    command: dict[str, Any] = field(default_factory=dict)  # of `unisono run`, as `describe_command` returns it
+    backend: str = ""  # the device family
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # that were saved or loaded, in that order
+    origin: Checkpoint | None = None  # that was loaded before the first step
     _names: dict[int, dict[str, list[str]]] = field(default_factory=dict)
 
     @property
@@ -106,16 +90,9 @@ def check_two(one: str | Path, other: str | Path) -> None:
 
 def read_digests(path: str | Path, needs_steps: bool = True) -> RunDigests:
     """Read the digests of a run, given by its directory or a log directory. What a restart has repeated counts once.
-
-    Raises:
-        FileNotFoundError: it has none; with `needs_steps`, also if it ended before the first step with digests.
-    """
+    FileNotFoundError: it has none; with `needs_steps`, also if it ended before the first step with digests."""
     found, file = RunDigests(), run_in(path) / DIGESTS
-    for text in filter(str.strip, file.read_text(errors="replace").splitlines() if file.exists() else []):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # a kill has cut it off, or it is being written
+    for line in filter(None, map(parsed, lines_of(file) if file.exists() else ())):
         found.add(line)
     if not (found.steps if needs_steps else found.settings):
         advice = (

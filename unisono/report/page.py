@@ -16,11 +16,8 @@ import numpy as np
 
 from unisono.report.live import logged_line
 from unisono.report.run import RankRecord, Run
-from unisono.report.summary import LOOP_PHASES, label
-from unisono.report.timeline import COMPUTE, FETCH, REDUCE, STEP
+from unisono.report.summary import LOOP_PHASES, colours_of, label
 
-_COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182"}
-_NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")
 _MAX_POINTS = 20_000  # per line of a chart; beyond, every n-th is drawn
 _BINS = 40
 _MAX_LOGGED = 6
@@ -87,7 +84,7 @@ def page_data(run: Run) -> dict[str, Any]:
 
 def legend_of(named: Sequence[str]) -> list[list[str]]:
     """The labels and colours of a loop's phases, and of these named ones."""
-    colours = _COLOURS | {phase: _NAMED[place % len(_NAMED)] for place, phase in enumerate(named)}
+    colours = colours_of(named)
     return [[label(phase), colours[phase]] for phase in (*LOOP_PHASES, *named)]
 
 
@@ -234,14 +231,8 @@ def _histogram_of_steps(run: Run) -> dict[str, Any] | None:
     shown = times[times <= np.quantile(times, 0.99)]
     counts, edges = np.histogram(shown, bins=_BINS)
     middles = ((edges[:-1] + edges[1:]) / 2).round(4).tolist()
-    return _chart(
-        "Distribution of step times, without the slowest 1 %",
-        "steps",
-        "ms",
-        middles,
-        [["steps", counts.tolist()]],
-        bars=True,
-    )
+    title = "Distribution of step times, without the slowest 1 %"
+    return _chart(title, "steps", "ms", middles, [["steps", counts.tolist()]], bars=True)
 
 
 def _rates(record: RankRecord) -> list[float]:
@@ -262,11 +253,8 @@ def _chart_over_time(run: Run, title: str, unit: str, values: Any) -> dict[str, 
         for one, value in zip(record.samples, values(record), strict=True):
             found[round(offset + one["t"], 1)] = round(float(value), 3)
     x = sorted({at for found in points.values() for at in found})
-    return (
-        _chart(title, unit, "s", x, [[f"rank {rank}", [found.get(at) for at in x]] for rank, found in points.items()])
-        if x
-        else None
-    )
+    series = [[f"rank {rank}", [found.get(at) for at in x]] for rank, found in points.items()]
+    return _chart(title, unit, "s", x, series) if x else None
 
 
 def _chart(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from unisono.report.summary import LOOP_PHASES, Report, label
-from unisono.report.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP
-
-_NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")  # for named phases, in turn
-_COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182", MOVE: "#8d96a3"}
+from unisono.report.summary import LOOP_PHASES, Report, colours_of, label
+from unisono.report.timeline import COMPUTE, MOVE
 
 
 def new_figure(height: float = 4) -> Any:
@@ -27,8 +23,9 @@ def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> P
     """As `Report.save_picture`."""
     figure = new_figure()
     curve, shares = figure.subplots(1, 2, width_ratios=(3, 2))
+    colours = colours_of(report.named_phases)
 
-    curve.plot(range(1, len(losses) + 1), losses, color=_COLOURS[COMPUTE], linewidth=1)
+    curve.plot(range(1, len(losses) + 1), losses, color=colours[COMPUTE], linewidth=1)
     # A log axis without a positive value has no range.
     scale = "log" if any(loss > 0 for loss in losses) else "linear"
     curve.set(title="Loss", xlabel="step", ylabel="mean loss of the global batch", yscale=scale)
@@ -36,13 +33,12 @@ def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> P
 
     names = [f"rank {each.rank}\n{each.device}" for each in report.ranks]
     left = [0.0] * len(names)
-    colours = _COLOURS | dict(zip(report.named_phases, cycle(_NAMED), strict=False))
     for phase in (*LOOP_PHASES, *report.named_phases):
         widths = [100 * each.share(phase) for each in report.ranks]
         shares.barh(names, widths, left=left, color=colours[phase], label=label(phase))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     moving = [100 * each.share(MOVE) for each in report.ranks]
-    shares.barh(names, moving, height=0.08, color=_COLOURS[MOVE], label=f"{label(MOVE)} (beside)")
+    shares.barh(names, moving, height=0.08, color=colours[MOVE], label=f"{label(MOVE)} (beside)")
     shares.invert_yaxis()
     shares.set(title=f"Where the time went, {report.samples_per_second:,.0f} samples/s", xlabel="% of the loops' time")
     shares.set_xlim(0, 100)

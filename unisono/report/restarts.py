@@ -18,28 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart of all ranks.
+    """One restart of all ranks."""
 
-    Attributes:
-        number: from 1.
-        what: what had failed, in a few words; "" if nothing is recorded, as when a machine has come back.
-        noticed_s: when that was noticed; None if nothing is recorded.
-        ranks: their number before and after; 0 of an attempt that failed before ranks had joined.
-        step: the optimizer steps that were done then; an attempt that took none leaves those of the one before it.
-        continued: the steps of the state that the next attempt continued from, 0 if it loaded none; None if it took no
-            step.
-        repeated: the steps that it does again: `step - continued`; 0 where `continued` is None.
-        seconds: from the fault to the end of the first step after it; None if there is none.
-    """
-
-    number: int
-    what: str
-    noticed_s: float | None
-    ranks: tuple[int, int]
-    step: int
-    continued: int | None
-    repeated: int
-    seconds: float | None
+    number: int  # from 1
+    what: str  # had failed, in a few words; "" if nothing is recorded, as when a machine has come back
+    noticed_s: float | None  # when that was noticed; None if nothing is recorded
+    ranks: tuple[int, int]  # their number before and after; 0 of an attempt that failed before ranks had joined
+    step: int  # optimizer steps that were done then; an attempt that took none leaves those of the one before it
+    continued: int | None  # steps of the state that the next attempt has loaded, or 0; None if it took no step
+    repeated: int  # steps that it does again: `step - continued`; 0 where `continued` is None
+    seconds: float | None  # from the fault to the end of the first step after it; None if there is none
 
     def __str__(self) -> str:
         before, after = self.ranks
@@ -96,18 +84,10 @@ def restarts_of(attempts: Sequence[Attempt]) -> Restarts:
         furthest = before.done if before.has_stepped else furthest
         next_s = next((each.first_s for each in known[number:] if each.has_stepped), None)
         took = None if next_s is None or before.fault_s is None else max(0.0, next_s - before.fault_s)
-        found.append(
-            Restart(
-                number,
-                before.fault.get("what", ""),
-                before.fault_s,
-                (before.world_size, after.world_size),
-                furthest,
-                after.loaded if after.has_stepped else None,
-                max(0, furthest - after.loaded) if after.has_stepped else 0,
-                took,
-            )
-        )
+        what, ranks = before.fault.get("what", ""), (before.world_size, after.world_size)
+        continued = after.loaded if after.has_stepped else None
+        repeated = 0 if continued is None else max(0, furthest - continued)
+        found.append(Restart(number, what, before.fault_s, ranks, furthest, continued, repeated, took))
     kept_s, kept = 0.0, None
     for each in reversed(known):
         if each.has_stepped:

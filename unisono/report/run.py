@@ -27,37 +27,20 @@ _SILENT_S = 10.0  # after a line was due: the rank is no longer there, or its ma
 
 @dataclass
 class RankRecord:
-    """What one rank has recorded in one attempt, since its last restart.
-
-    Attributes:
-        rank: its number.
-        facts: the first line: `began`, a time of day in seconds; `host`, `world_size`, `restart`, `command`, `cores`.
-        samples: the lines of each second, in order; `t` is in seconds since the beginning.
-        end: "finished", or the error that has ended it; None if no end is recorded.
-        checkpoint: the place of the last one that the rank has saved; "" if it has ended without any.
-        earlier: the attempts before this one that the file has.
-        settings, commit: what the script has given its trackers, and git's commit; rank zero's.
-        faults: of the file, what its launcher knows of attempts that have failed: see `write_fault`.
-        cut: what is missing, in words.
-        path: the file.
-    """
+    """What one rank has recorded in one attempt, since its last restart."""
 
     rank: int
     path: Path
+    # The first line: `began`, a time of day in seconds; `host`, `world_size`, `restart`, `command`, `cores`.
     facts: dict[str, Any] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    end: str | None = None
-    checkpoint: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    commit: str = ""
-    earlier: list[RankRecord] = field(default_factory=list)
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    cut: list[str] = field(default_factory=list)
-
-    @property
-    def restarts(self) -> int:
-        """The number of attempts before this one that the file has."""
-        return len(self.earlier)
+    samples: list[dict[str, Any]] = field(default_factory=list)  # each second's line; `t` counts from the beginning
+    end: str | None = None  # "finished", or the error that has ended it; None if no end is recorded
+    checkpoint: str = ""  # the place of the last one that the rank has saved; "" if it has ended without any
+    settings: dict[str, Any] = field(default_factory=dict)  # that the script has given its trackers; rank zero's
+    commit: str = ""  # git's; rank zero's
+    earlier: list[RankRecord] = field(default_factory=list)  # the attempts before this one that the file has
+    faults: list[dict[str, Any]] = field(default_factory=list)  # of the file, see `write_fault`
+    cut: list[str] = field(default_factory=list)  # what is missing, in words
 
     @property
     def began(self) -> float:
@@ -100,7 +83,7 @@ class RankRecord:
         is added to `cut`."""
         path = self.path.with_suffix(".spans.jsonl")
         for line in reversed(path.read_text().splitlines() or [""] if path.exists() else []):
-            found = _parsed(line)
+            found = parsed(line)
             if found is None:
                 self.cut.append(f"{path.name} is cut off")
             elif found.pop("restart") == self.facts.get("restart"):
@@ -128,19 +111,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is in its epoch.
+    """Where a rank is in its epoch."""
 
-    Attributes:
-        epoch: its number, from 0.
-        batch: the batches of the epoch so far.
-        length: those of a whole epoch; None if that is unknown.
-        seconds_left: to the end of the epoch, if its batches continue as they have come so far; None if the length is
-            unknown, no time has passed in this epoch, or the rank has ended.
-    """
-
-    epoch: int
-    batch: int
-    length: int | None
+    epoch: int  # from 0
+    batch: int  # the batches of the epoch so far
+    length: int | None  # those of a whole epoch; None if that is unknown
+    # To the end of the epoch, if its batches continue as they have come so far; None if the length is unknown, no time
+    # has passed in this epoch, or the rank has ended.
     seconds_left: float | None
 
 
@@ -290,14 +267,8 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read the records of a run.
-
-    Args:
-        path: the run's directory; or a log directory, whose latest run is read.
-
-    Raises:
-        FileNotFoundError: there is no record.
-    """
+    """Read the records of a run, given by its directory, or by a log directory: its latest run. FileNotFoundError:
+    there is no record."""
     root = Path(path)
     files = sorted(root.glob("rank-*.jsonl")) or sorted((root / "latest").glob("rank-*.jsonl"))
     records = [read_rank(each) for each in files if not each.name.endswith(".spans.jsonl")]
@@ -351,8 +322,8 @@ def read_rank(path: Path) -> RankRecord:
     """Read the record of one rank; what cannot be read is left out, and reported."""
     record = RankRecord(int(path.name.split(".")[0].removeprefix("rank-")), path)
     cut = []
-    for number, line in enumerate(_lines(path), 1):
-        found = _parsed(line)
+    for number, line in enumerate(lines_of(path), 1):
+        found = parsed(line)
         if found is None and not line.endswith("\n") and record.end is None and not record.is_lost:
             break  # it is being written
         if found is None:
@@ -379,12 +350,14 @@ def read_rank(path: Path) -> RankRecord:
     return record
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a file that has a JSON object on each."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from filter(str.strip, file)
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def parsed(line: str) -> dict[str, Any] | None:
+    """The object; None if a kill has cut it off, or it is being written."""
     try:
         found = json.loads(line)
     except ValueError:

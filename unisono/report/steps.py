@@ -12,11 +12,8 @@ NUMBERS = 3  # of 8 bytes each
 
 
 class StepsDone:
-    """The steps of one rank in one attempt, which begins at zero.
-
-    Args:
-        memory: `NUMBERS` integers; None takes memory of this process.
-    """
+    """The steps of one rank in one attempt, which begins at zero: `NUMBERS` integers, by default in this process's own
+    memory."""
 
     def __init__(self, memory: memoryview[int] | None = None) -> None:
         self._numbers = memory if memory is not None else array("q", [0] * NUMBERS)

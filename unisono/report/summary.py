@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 from unisono.report.timeline import (
@@ -38,11 +39,18 @@ LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
 _LABELS = {FETCH: "waiting for data", MOVE: "moving", COMPUTE: "loop body", REDUCE: "reducing", STEP: "stepping"}
 _LABELS |= {EVALUATE: "evaluating", LOG: "logging", SAVE: "saving"}
 _LABELS |= {FORWARD: "forward pass", BACKWARD: "backward pass"}
+_COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182", MOVE: "#8d96a3"}
+_NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")  # for named phases, in turn
 
 
 def label(phase: str) -> str:
     """Return a report's label for a phase; a phase named by the user keeps its name."""
     return _LABELS.get(phase, phase)
+
+
+def colours_of(named: Sequence[str]) -> dict[str, str]:
+    """The colours of a loop's phases and of these named ones, in pages and pictures."""
+    return _COLOURS | dict(zip(named, cycle(_NAMED), strict=False))
 
 
 CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
@@ -60,46 +68,28 @@ _ADVICE = {
 
 @dataclass(frozen=True, repr=False)
 class RankSummary:
-    """One rank's share of a run.
-
-    Attributes:
-        rank, device, pid: identify the rank.
-        seconds: by phase, including named ones; all but "move", which the transfer thread spends, add up to the time in
-            loops.
-        samples, batches, steps: how many the rank consumed; a repeated sample of a split tail is not counted.
-        skipped_steps: steps without an update, since all weights were 0.
-        not_finite: the first step with a loss or gradient that was NaN or infinite, if this rank found it; else 0.
-        repeated: samples that only repeated others, to keep in step or to fill a batch.
-        waits: seconds by cause (see `CAUSES`); they add up to the phase "fetch".
-        nbytes: the size in bytes of the batches it consumed, as loaded.
-        mean_queue: the mean number of batches ready in the loader when the loop asked for one.
-        memory: bytes in use at the time of the summary.
-        peak_memory: the most bytes of its device ever in use at once; 0 if the family does not count them.
-        host: the name of its machine.
-        counters: the counters of the device's runtime in this process: graphs compiled, for example.
-        workers: for each loader with num_workers="auto", how many loader workers it has, and why not more, in words.
-        spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
-    """
+    """One rank's share of a run."""
 
     rank: int
     device: str
     pid: int
+    # By phase, including named ones; all but "move", which the transfer thread spends, add up to the time in loops.
     seconds: dict[str, float]
-    samples: int
+    samples: int  # that it consumed, without repeated ones of a split tail; so are batches and steps
     batches: int
     steps: int
-    memory: int
-    spans: list[tuple[str, list[Span]]]
-    repeated: int = 0
-    skipped_steps: int = 0
-    not_finite: int = 0
-    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
-    nbytes: int = 0
-    mean_queue: float = 0.0
-    peak_memory: int = 0
+    memory: int  # bytes in use at the time of the summary
+    spans: list[tuple[str, list[Span]]]  # the latest of each track, "loop" and the helpers', on its machine's clock
+    repeated: int = 0  # samples that only repeated others, to keep in step or to fill a batch
+    skipped_steps: int = 0  # without an update, since all weights were 0
+    not_finite: int = 0  # the first step with a loss or gradient that was NaN or infinite, if this rank found it
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))  # seconds; together, "fetch"
+    nbytes: int = 0  # of the batches it consumed, as loaded
+    mean_queue: float = 0.0  # batches that were ready in the loader when the loop asked for one
+    peak_memory: int = 0  # the most bytes of its device in use at once; 0 if the family does not count them
     host: str = ""
-    counters: dict[str, int] = field(default_factory=dict)
-    workers: list[str] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)  # of the device's runtime in this process
+    workers: list[str] = field(default_factory=list)  # what num_workers="auto" has chosen for each loader, and why
 
     @property
     def loop_seconds(self) -> float:

@@ -93,11 +93,8 @@ class Track:
         self.since = 0  # when the current phase began
 
     def switch(self, phase: str | None, name: str | None = _SAME) -> str | None:
-        """Leave the current phase, enter `phase` (None: outside any loop), and return the one that was left.
-
-        Args:
-            name: of the innermost named block, if that changes.
-        """
+        """Leave the current phase, enter `phase` (None: outside any loop), and return the one that was left; `name` is
+        that of the innermost named block, if that changes."""
         now, left = perf_counter_ns(), self.phase
         ended = self._name or left
         if ended is not None:
@@ -161,9 +158,6 @@ class DeviceTrack(Track):
     """The phases of a loop, as its device went through the work that the loop submitted in each.
 
     The device's time is aligned with the host's clock at the first stamp, when the device is idle.
-
-    Args:
-        clock: the device's.
     """
 
     def __init__(self, clock: DeviceClock) -> None:
@@ -196,19 +190,12 @@ class DeviceTrack(Track):
 
 
 class LoopPlace(NamedTuple):
-    """Where a loop that trains is in its epoch.
+    """Where a loop that trains is in its epoch."""
 
-    Attributes:
-        epoch: its number, from 0.
-        before: the batches of the epoch before the position at which the loop has begun.
-        length: the batches of a whole epoch; None if that is unknown.
-        progress: its `rounds` are the batches that the loop has received.
-    """
-
-    epoch: int
-    before: int
-    length: int | None
-    progress: Any
+    epoch: int  # from 0
+    before: int  # the batches of the epoch before the position at which the loop has begun
+    length: int | None  # the batches of a whole epoch; None if that is unknown
+    progress: Any  # its `rounds` are the batches that the loop has received
 
     def as_numbers(self) -> dict[str, int | None]:
         """For a record."""

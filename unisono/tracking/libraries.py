@@ -53,7 +53,6 @@ class JsonLines:
         self._write({"step": step, "time": elapsed_s, "values": _name_non_finite(values)})
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -87,7 +86,6 @@ class TensorBoard:
         self.tracker.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self.tracker.close()
 
 
@@ -103,11 +101,9 @@ class WeightsAndBiases:
         self.tracker = wandb.init(**given)
 
     def log(self, values: Mapping[str, Value], step: int | None) -> None:
-        """Log the values."""
         self.tracker.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Finish the run."""
         self.tracker.finish()
 
 
@@ -134,7 +130,6 @@ class MLflow:
         self._mlflow.set_tags(texts)
 
     def close(self) -> None:
-        """End the run."""
         self._mlflow.end_run()
 
 

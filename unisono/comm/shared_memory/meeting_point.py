@@ -52,20 +52,14 @@ _open: weakref.WeakSet[MeetingPoint] = weakref.WeakSet()  # of this process
 
 
 class MeetingPoint:
-    """This rank's place.
-
-    Attributes:
-        turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
-        lock: held during a collective; several threads may call collectives.
-        is_closed: whether this rank has left.
-    """
+    """This rank's place."""
 
     def __init__(self, mapping: Mapping, timeout: timedelta) -> None:
         self.rank, self.size = mapping.rank, mapping.size
-        self.turn = 0
+        self.turn = 0  # of the meetings that this rank has arrived at; the memory holds it modulo the word
         self.timeout = timeout
         self._process = os.getpid()
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held during a collective; several threads may call collectives
         self._mapping = mapping
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapping.memory))
         self._words = memoryview(mapping.memory).cast("I")
@@ -75,7 +69,7 @@ class MeetingPoint:
         self.notes = Notes(mapping)
         self._loops: dict[str, str] = {}  # the places of the latest ones
         self._name = ""  # of the next collective, if its caller has given it one
-        self.is_closed = False
+        self.is_closed = False  # whether this rank has left
         _open.add(self)
 
     def announce(self, action: str) -> dict[int, str]:

@@ -40,14 +40,7 @@ from unisono.comm.shared_memory.calls import by_gloo_together, done, in_any_form
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.tensor_forms import flat_of, plain, writable
-from unisono.torch_private import (
-    DEVICE_TYPES,
-    GET_BACKEND,
-    GLOO_DEVICES,
-    GLOO_TIMEOUT,
-    GlooOptions,
-    overrides,
-)
+from unisono.torch_private import DEVICE_TYPES, GET_BACKEND, GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions, overrides
 
 NAME = "shm"
 
@@ -59,7 +52,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
 _ReduceOp: Any = dist.ReduceOp.RedOpType
 
-_HOST = torch.default_generator.device.type
 _OPS = {
     _ReduceOp.SUM: "sum",
     _ReduceOp.AVG: "mean",
@@ -75,7 +67,7 @@ _OPS = {
 def register() -> None:
     """Register the group with torch, under its name."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=[_HOST])
+        dist.Backend.register_backend(NAME, _create, devices=[HOST.type])
         let_monitored_barrier_take(SharedMemoryGroup)
 
 
@@ -246,11 +238,11 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     @property
     @overrides(DEVICE_TYPES)
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(_HOST)]
+        return [HOST]
 
     @overrides(GET_BACKEND)
     def _get_backend(self, device: torch.device) -> Any:
-        if device.type != _HOST:
+        if device.type != HOST.type:
             raise RuntimeError(f"No backend type associated with device type {device.type}")
         return self._by_gloo()
 

@@ -20,8 +20,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -43,24 +42,14 @@ from unisono.launch.context import say_asked
 from unisono.launch.group import Group
 from unisono.launch.held_memory import save_snapshot
 from unisono.launch.hosts.agent_round import MachineReport
-from unisono.launch.hosts.endpoint import (
-    interface_of,
-    split_endpoint,
-)
+from unisono.launch.hosts.endpoint import interface_of, split_endpoint
 from unisono.launch.hosts.other_machines import OtherMachines
 from unisono.launch.job import Job
 from unisono.launch.starting.marks import SECRET
 from unisono.launch.supervisor import Supervisor, tell_restart
-from unisono.torch_private import (
-    MONITOR_WORKERS,
-    REMAINING_RESTARTS,
-    SHUTDOWN,
-    START_WORKERS,
-    STOP_WORKERS,
-    overrides,
-)
+from unisono.torch_private import MONITOR_WORKERS, REMAINING_RESTARTS, SHUTDOWN, START_WORKERS, STOP_WORKERS, overrides
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined
 _MARGIN_S = 2.0  # after the grace period in which workers may stop early
 
@@ -69,28 +58,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """How machines meet, and when they continue without one another.
+    """How machines meet, and when they continue without one another."""
 
-    Attributes:
-        min_nodes, max_nodes: the least and the greatest number of machines that the run continues with.
-        endpoint: host:port where the agents meet; the host is one of the machines.
-        run_id: the same for all agents of a run.
-        node_rank: the machine's number, if the machines are numbered; then only number 0 may serve the endpoint.
-        rdzv_conf: the agent's rendezvous settings, which override those chosen here.
-        local_addr: this machine's address for the others; None uses the address of the route to the endpoint.
-        lost_after_s: seconds that a machine may be silent before the others continue without it.
-        secret: signs what they send one another; "" for none.
-    """
-
-    min_nodes: int
+    min_nodes: int  # that the run continues with
     max_nodes: int
-    endpoint: str
-    run_id: str
-    node_rank: int | None = None
-    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
-    local_addr: str | None = None
-    lost_after_s: float = 60.0
-    secret: str = field(default="", repr=False)
+    endpoint: str  # host:port where the agents meet; the host is one of the machines
+    run_id: str  # the same for all agents of a run
+    node_rank: int | None = None  # if the machines are numbered; then only number 0 may serve the endpoint
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)  # of torch's rendezvous; overrides what is chosen here
+    local_addr: str | None = None  # this machine's for the others; None uses that of the route to the endpoint
+    lost_after_s: float = 60.0  # that a machine may be silent before the others continue without it
+    secret: str = field(default="", repr=False)  # signs what they send one another; "" for none
 
     @property
     def join_s(self) -> float:
@@ -99,19 +77,14 @@ class MachineOptions:
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's agent, whose workers are one of our groups.
-
-    Attributes:
-        others: the other machines.
-        verdict: how this machine's last group ended; if it was a victim, the first cause that another machine reported.
-        was_asked: whether a signal has asked the agent to end.
-    """
+    """Torch's agent, whose workers are one of our groups."""
 
     def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, log_directory: Path | None) -> None:
         # Agents enter the final barrier once they know that all are done: only a lost one is not there soon.
         super().__init__(spec, exit_barrier_timeout=options.lost_after_s)
+        # How this machine's last group ended; if it was a victim, the first cause that another machine reported.
         self.verdict: Outcome[Any] = Outcome()
-        self.was_asked = False
+        self.was_asked = False  # by a signal, to end
         # Torch's agents restart the workers of all machines; a supervisor would restart only its own.
         self._job = replace(job, options=replace(job.options, max_restarts=0))
         self._options = options
@@ -119,24 +92,8 @@ class Agent(SimpleElasticAgent):
         self._supervisor: Supervisor | None = None
         self._num_groups = 0  # that were started, as far as this machine knows
         self._patience_until: float | None = None  # the deadline of a requested early end
-        self.others = OtherMachines(
-            options.endpoint,
-            options.lost_after_s,
-            self.on_report,
-            self.on_lost,
-            self.on_cut_off,
-            (job.options.hang_timeout_s or math.inf) / 5,
-        )
-
-    @contextmanager
-    def signals_handled(self) -> Iterator[None]:
-        """Within the block, the agent handles signals."""
-        before = {signum: signal.signal(signum, self.on_signal) for signum in _SIGNALS}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+        heard, beat_s = (self.on_report, self.on_lost, self.on_cut_off), (job.options.hang_timeout_s or math.inf) / 5
+        self.others = OtherMachines(options.endpoint, options.lost_after_s, *heard, beat_s)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         is_repeated, self.was_asked = self.was_asked, True

@@ -23,44 +23,29 @@ _CAUSE_S = 5.0  # longer: a machine's last report is read up to a beat after it 
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What a machine reports to the others.
+    """What a machine reports to the others."""
 
-    Attributes:
-        machine, host: its number in this round, and its host name.
-        beats: how many times it has reported; it changes even if nothing else does.
-        pulses: that of each of its ranks that has not ended.
-        stacks: where its own ranks are, once no rank at all has moved for too long.
-        verdict: why its part of the group has failed, an `Outcome` as bytes.
-    """
-
-    machine: int
+    machine: int  # its number in this round
     host: str = field(default_factory=platform.node)
-    beats: int = 0
-    pulses: dict[int, Pulse] = field(default_factory=dict)
+    beats: int = 0  # how many times it has reported; changes even if nothing else does
+    pulses: dict[int, Pulse] = field(default_factory=dict)  # of its ranks that have not ended
     returned: Sequence[int] = ()
-    stacks: dict[int, str] = field(default_factory=dict)
-    verdict: bytes = b""
+    stacks: dict[int, str] = field(default_factory=dict)  # of its own ranks, once no rank has moved for too long
+    verdict: bytes = b""  # why its part of the group has failed, an `Outcome`
     is_done: bool = False
     is_leaving: bool = False
 
 
 @dataclass
 class AgentRound:
-    """One start of all workers, as this machine sees it. Times are seconds of its own clock.
+    """One start of all workers, as this machine sees it. Times are seconds of its own clock."""
 
-    Attributes:
-        name: the same for all agents, and for no other round.
-        count: the number of machines.
-        own: this machine's report.
-        heard: each other machine's latest report, and since when; one thread adds to it.
-        lost: the machine that is lost, as a sentence.
-    """
-
-    name: str
-    count: int
+    name: str  # the same for all agents, and for no other round
+    count: int  # of machines
     own: MachineReport
+    # Each other machine's latest report, and since when; one thread adds to it.
     heard: dict[int, tuple[MachineReport | None, float]] = field(default_factory=dict)
-    lost: str = ""
+    lost: str = ""  # the machine that is lost, as a sentence
     _failed_at: float = math.inf  # since when it is known that the group has failed
 
     def say(self, **facts: Any) -> bool:
@@ -74,10 +59,7 @@ class AgentRound:
 
     def hear(self, number: int, report: MachineReport | None, now: float) -> bool:
         """Take a machine's report, None for none yet. Returns whether it says more than that the machine is alive.
-
-        Raises:
-            UnsignedError: it is older than the one before, so something else has written it again.
-        """
+        UnsignedError: it is older than the one before, so something else has written it again."""
         before, _ = self.heard.get(number, (None, 0.0))
         if report is not None and before is not None and report.beats < before.beats:
             raise UnsignedError("an older report was written again by somebody else")

@@ -28,13 +28,7 @@ _TORCH_PORT = 29500  # torch's own default for MASTER_PORT
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place that a launcher has given to this process.
-
-    Attributes:
-        address, port: where the ranks meet; without an address, they meet in a file of their machine.
-        is_store_there: whether another process serves a store at that address; otherwise rank zero has to.
-        store: that file; or the prefix of their keys in the store, if the launcher has given them one.
-    """
+    """The place that a launcher has given to this process."""
 
     launcher: str
     rank: int
@@ -42,11 +36,11 @@ class RankPlace:
     local_rank: int
     local_world_size: int
     node_rank: int
-    address: str
+    address: str  # where the ranks meet; without one, they meet in a file of their machine
     port: int
     restart_count: int = 0
-    is_store_there: bool = False
-    store: str = ""
+    is_store_there: bool = False  # whether another process serves a store at that address; otherwise rank zero has to
+    store: str = ""  # that file; or the prefix of their keys in the store, if the launcher has given them one
 
 
 @dataclass(frozen=True)
@@ -75,12 +69,9 @@ def announce(place: RankPlace | None) -> None:
 def announced_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
     """The rank that a launcher has assigned to this process; None for an ordinary process.
 
-    A single task of SLURM and a single pod are ordinary; so are processes that a rank has started itself.
-
-    Raises:
-        ValueError: a variable is missing or invalid; the message names it.
-        NoWorldError: this is the only process of its machine, and is meant to start several ranks there; or a launcher
-            gives it a rank, but says nothing of the others.
+    A single task of SLURM and a single pod are ordinary; so are processes that a rank has started itself. ValueError: a
+    variable is missing or invalid; NoWorldError: this is the only process of its machine, and is meant to start several
+    ranks there; or a launcher gives it a rank, but says nothing of the others.
     """
     if environ is None:
         if _is_within:

@@ -33,36 +33,25 @@ _LINGER_S = 3.0
 
 
 class OtherMachines:
-    """Speaks for this machine, and listens to the others.
-
-    Attributes:
-        round: what is known in this start of all workers; before the first start, that this machine is alone.
-
-    Args:
-        endpoint: where the agents meet.
-        patience_s: seconds that a machine may be silent.
-        on_report: called with a machine's report, if it says more than that the machine is alive.
-        on_lost: called with a sentence when a machine has been silent for longer, and whether it is the first time in
-            this round; called until the next round.
-        on_cut_off: called with a sentence when the endpoint's machine has been silent.
-        beat_s: the longest interval between two reports.
-    """
+    """Speaks for this machine, and listens to the others."""
 
     def __init__(
         self,
-        endpoint: str,
-        patience_s: float,
-        on_report: Callable[[MachineReport], None],
+        endpoint: str,  # where the agents meet
+        patience_s: float,  # that a machine may be silent
+        on_report: Callable[[MachineReport], None],  # which says more than that the machine is alive
+        # With a sentence when a machine has been silent for longer, and whether it is the first time in this round;
+        # called until the next round.
         on_lost: Callable[[str, bool], None],
-        on_cut_off: Callable[[str], None],
-        beat_s: float = _BEAT_S,
+        on_cut_off: Callable[[str], None],  # with a sentence when the endpoint's machine has been silent
+        beat_s: float = _BEAT_S,  # the longest interval between two reports
     ) -> None:
         self._endpoint = split_endpoint(endpoint)
         self._patience_s = patience_s
         self._beat_s = min(beat_s, _BEAT_S, patience_s / 5)
         self._on_report, self._on_lost, self._on_cut_off = on_report, on_lost, on_cut_off
         self._answered_at = time.monotonic()
-        self.round = AgentRound("", 1, MachineReport(0))
+        self.round = AgentRound("", 1, MachineReport(0))  # before the first start, this machine is alone
         self._lock = threading.Lock()  # covers this machine's own report
         self._has_news = threading.Event()
         self._overwriting = Overwriting()  # of reports, from any machine

@@ -31,17 +31,13 @@ logger = logging.getLogger(__name__)
 
 class LeftOut:
     """Whether the run has all its machines, and this is not one of them, as when it was started twice: torch's agent
-    then waits silently, and ends well.
-
-    Attributes:
-        reason: that in words; "" if it takes part, or may soon.
-    """
+    then waits silently, and ends well."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._parameters = parameters
         self._since = math.inf
         self._has_told = False
-        self.reason = ""
+        self.reason = ""  # that in words; "" if it takes part, or may soon
 
     def __call__(self, state: bytes) -> None:
         """Look at a state; say once that this machine is left out."""

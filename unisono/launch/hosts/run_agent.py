@@ -19,9 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import (
-    WorkerSpec,
-)
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -29,8 +27,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from unisono.comm.outcome import Outcome
 from unisono.comm.sealing import sealed_store, use_secret
 from unisono.errors import UnisonoError
+from unisono.launch.context import handlers_set
 from unisono.launch.held_memory import held_memory, save_snapshot
-from unisono.launch.hosts.agent import LOOK_S, Agent, MachineOptions
+from unisono.launch.hosts.agent import LOOK_S, SIGNALS, Agent, MachineOptions
 from unisono.launch.hosts.endpoint import (
     address_towards,
     check_run_of,
@@ -47,10 +46,7 @@ from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.watching.log_directory import make_log_directory, name_run
-from unisono.torch_private import (
-    create_backend,
-    create_handler,
-)
+from unisono.torch_private import create_backend, create_handler
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 # Otherwise the agent serves a second store, at the port that scripts assume to be free.
@@ -141,7 +137,7 @@ def _parameters(options: MachineOptions) -> RendezvousParameters:
 
 def _run(agent: Agent, options: MachineOptions, left_out: LeftOut) -> Outcome[Any]:
     try:
-        with agent.signals_handled():
+        with handlers_set(dict.fromkeys(SIGNALS, agent.on_signal)):
             ended = agent.run()
     except SignalException as stop:
         logger.warning("stopped by %s", stop.sigval.name)

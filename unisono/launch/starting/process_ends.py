@@ -7,7 +7,6 @@ import ctypes
 import gc
 import io
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,35 +17,6 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
-
-
-class ForkedProcess:
-    """A fork of this process, with as much of Popen as is needed to end it. `pid` is 0 in the child."""
-
-    def __init__(self) -> None:
-        self.pid = os.fork()
-        self._pidfd = os.pidfd_open(self.pid) if self.pid else -1
-        self._has_ended = False
-
-    def poll(self) -> int | None:
-        """None while it runs, then 0."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
-        return 0 if self._has_ended else None
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for its end. TimeoutExpired: it has not ended in that many seconds."""
-        if not self._has_ended and not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("fork", timeout or 0)
-        if not self._has_ended:
-            self._has_ended = True
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)
-
-    def kill(self) -> None:
-        """Send SIGKILL to it."""
-        if not self._has_ended:  # until it has been waited for, the pid is its own
-            os.kill(self.pid, signal.SIGKILL)
 
 
 def interpreter_command(code: str) -> list[str]:
@@ -102,11 +72,8 @@ def native_threads() -> set[str]:
 
 def close_files(num_frozen: int) -> None:
     """Close what a script has left open, as the end of an interpreter does: what was written last is still in the
-    file's buffer. Standard streams are flushed. To be called before `os._exit`.
-
-    Args:
-        num_frozen: `gc.get_freeze_count()` before the script, which may freeze its files by `gc.freeze()`.
-    """
+    file's buffer. Standard streams are flushed. To be called before `os._exit`; `num_frozen` is `gc.get_freeze_count()`
+    before the script, which may freeze its files by `gc.freeze()`."""
     if gc.get_freeze_count() > num_frozen:
         gc.unfreeze()
     files: list[io.IOBase] = []

@@ -24,7 +24,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,15 +38,11 @@ from unisono.launch.starting.zygote import import_for_optimizers
 _OWN = ("unisono.launch.worker", "unisono.launch.spawn", "unisono.cli.run", "unisono.report.run")
 
 
+Command = tuple[dict[str, Any], list[int]]
+"""What a fork becomes: the request of the command that it stands in for, and its descriptors."""
+
 RunCommand = Callable[[list[str], int], int]
 ScriptDirectory = Callable[[list[str], str], str | None]
-
-
-class Command(NamedTuple):
-    """What a fork becomes: the request of the command that it stands in for, and its descriptors."""
-
-    request: dict[str, Any]
-    fds: list[int]
 
 
 class WarmProcess:
@@ -107,7 +103,7 @@ class WarmProcess:
             elif own := self._find_own(request):
                 wire.send(sock, {"cold": f"{own} is not the {Path(own).stem} that was imported there"})
             elif self._fork(sock):
-                return Command(request, fds)
+                return request, fds
         for fd in fds:
             os.close(fd)
         return None
@@ -168,9 +164,10 @@ class WarmProcess:
 def _run(command: Command, run_command: RunCommand) -> NoReturn:
     """In a fork: take over what belongs to the command, and run it."""
     code: object = 1
+    request, fds = command
     try:
-        _take_over(*command)
-        code = run_command(command.request["arguments"], command.fds[-1])
+        _take_over(request, fds)
+        code = run_command(request["arguments"], fds[-1])
         threading._shutdown()  # type: ignore[attr-defined] # joins threads that a script has left, as any exit does
     except SystemExit as stop:
         code = stop.code

@@ -87,7 +87,7 @@ def circumstances() -> dict[str, Any]:
         "sys.path": list(sys.path),
         "the user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
         "the control group": _read("/proc/self/cgroup"),
-        "a namespace": [_link(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
+        "a namespace": [os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
         "the root directory": tuple(os.stat("/"))[1:3],
         "the set of cores": sorted(os.sched_getaffinity(0)),
         "the priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
@@ -104,12 +104,8 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def start(code: str, modules: list[str], idle_s: float) -> int | None:
-    """Start a warm process, and wait until it has imported these modules: its pid, or None if it has ended.
-
-    Args:
-        code: what it runs; in it, "{control}" stands for the descriptor of a socket.
-        idle_s: it ends after that many seconds without a command.
-    """
+    """Start a warm process, and wait until it has imported these modules: its pid, or None if it has ended. It runs the
+    code, where "{control}" stands for the descriptor of a socket, and ends after `idle_s` seconds without a command."""
     import subprocess
 
     from unisono.launch.starting.process_ends import interpreter_command
@@ -234,12 +230,5 @@ def _is_ignored(signum: int) -> bool:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
     except OSError:
         return ""

@@ -16,20 +16,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
+import psutil
+
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
-from unisono.launch.starting.process_ends import ForkedProcess, interpreter_command, search_path
+from unisono.launch.starting.process_ends import interpreter_command, search_path
 
 _lock = threading.Lock()
 clients: dict[str, ZygoteClient] = {}  # by start method
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _preloaded: list[str] = []  # the modules that the user wants every zygote to import
+_STILL_RUNS = (TimeoutExpired, psutil.TimeoutExpired)
 
 
 class ZygoteClient:
     """A running zygote: its process, and our end of its control socket."""
 
-    def __init__(self, process: Popen[bytes] | ForkedProcess, control: socket.socket) -> None:
+    def __init__(self, process: Popen[bytes] | psutil.Process, control: socket.socket) -> None:
         self.process, self._control = process, control
         self._end_s = 5.0  # it may be importing what nobody will use
         _sockets.add(control)
@@ -57,7 +60,11 @@ class ZygoteClient:
 
     def is_alive(self) -> bool:
         """Whether it can still serve requests."""
-        return self.process.poll() is None
+        try:
+            self.process.wait(0)
+        except _STILL_RUNS:
+            return True
+        return False
 
     def open_group(self, directory: Path) -> socket.socket:
         """Open a new group and return its socket; `directory` is removed when the socket closes. ConnectionError if the
@@ -79,7 +86,7 @@ class ZygoteClient:
         self._control.close()  # the zygote takes the end of the stream as the caller's exit
         try:
             self.process.wait(self._end_s)
-        except (TimeoutExpired, KeyboardInterrupt):  # the latter at interpreter exit, for example after a second Ctrl-C
+        except (*_STILL_RUNS, KeyboardInterrupt):  # the last one at interpreter exit, for example after a second Ctrl-C
             self.process.kill()
             self.process.wait()
 
@@ -133,10 +140,9 @@ def fork_zygote(inherited: int) -> None:
     that the zygote closes."""
     ours, theirs = wire.socket_pair()
     caller = os.getpid()
-    process = ForkedProcess()
-    if process.pid:
+    if child := os.fork():
         theirs.close()
-        clients["zygote"] = ZygoteClient(process, ours)
+        clients["zygote"] = ZygoteClient(psutil.Process(child), ours)
         return
     try:
         ours.close()
@@ -192,7 +198,7 @@ def _forget_in_child() -> None:
         sock.close()
     # Dropped, not closed: `close` would wait for a process that is the parent's child.
     for client in clients.values():
-        if not isinstance(client.process, ForkedProcess):
+        if not isinstance(client.process, psutil.Process):
             client.process.returncode = 0  # or it would warn that this process has not waited for it
     clients.clear()
     _lock.release()

@@ -215,10 +215,7 @@ class WorkerOutput:
         self._wanted = wanted
         self._directory = directory
         self._stdout = stdout
-        self._callers = {
-            "stdout": _CallersStream(stdout),
-            "stderr": _CallersStream(stderr),
-        }
+        self._callers = {"stdout": _CallersStream(stdout), "stderr": _CallersStream(stderr)}
         self._write_ends: dict[int, list[int]] = {}
         self._of_stderr: dict[int, _Source] = {}
         self._has_complained = False
