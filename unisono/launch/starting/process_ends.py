@@ -100,14 +100,15 @@ def native_threads() -> set[str]:
     return {each for each in found if not each.endswith(" jemalloc_bg_thd")}
 
 
-def close_files(num_frozen: int) -> None:
+def close_files(made_before: list[None]) -> None:
     """Close what a script has left open, as the end of an interpreter does: what was written last is still in the
     file's buffer. Standard streams are flushed. To be called before `os._exit`.
 
     Args:
-        num_frozen: `gc.get_freeze_count()` before the script, which may freeze its files by `gc.freeze()`.
+        made_before: a list that was made before the script, and is frozen if that has called `gc.freeze()`, with its
+            files. (`gc.get_freeze_count()` would tell as well, but goes through all that was ever imported.)
     """
-    if gc.get_freeze_count() > num_frozen:
+    if not any(each is made_before for each in gc.get_objects()):
         gc.unfreeze()
     files: list[io.IOBase] = []
     for each in gc.get_objects():
