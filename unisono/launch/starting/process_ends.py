@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _io
 import contextlib
 import ctypes
 import gc
@@ -113,7 +114,8 @@ def close_files(made_before: list[None]) -> None:
     files: list[io.IOBase] = []
     for each in gc.get_objects():
         with contextlib.suppress(Exception):
-            if isinstance(each, io.IOBase) and not each.closed and each.writable():
+            # The one base of all that are; to ask `io.IOBase` itself fills caches that are empty in a fork.
+            if issubclass(type(each), _io._IOBase) and not each.closed and each.writable():
                 files.append(each)
     # Text before bytes, and what compresses before what it writes to: each closes what is below it.
     is_last = io.BufferedWriter | io.RawIOBase

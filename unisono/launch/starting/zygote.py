@@ -365,6 +365,7 @@ def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
         if start_method == "zygote":
             gc.disable()  # until the first fork: collections would take a fifth of the import time, without any benefit
             importlib.import_module("unisono.launch.worker")
+            importlib.import_module("numpy.random")  # which each worker seeds; numpy leaves it to the first use
         zygote = Zygote(control, caller, start_method)
     except ProcessLookupError:  # it ended while this process started, or imported torch
         _remove_unread(control)
