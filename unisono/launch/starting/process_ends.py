@@ -103,12 +103,9 @@ def native_threads() -> set[str]:
 
 def close_files(made_before: list[None]) -> None:
     """Close what a script has left open, as the end of an interpreter does: what was written last is still in the
-    file's buffer. Standard streams are flushed. To be called before `os._exit`.
-
-    Args:
-        made_before: a list that was made before the script, and is frozen if that has called `gc.freeze()`, with its
-            files. (`gc.get_freeze_count()` would tell as well, but goes through all that was ever imported.)
-    """
+    file's buffer. Standard streams are flushed. To be called before `os._exit`, with a list that was made before the
+    script: it is frozen, with the script's files, if that has called `gc.freeze()`."""
+    # `gc.get_freeze_count()` would tell as well, but goes through all that was ever imported.
     if not any(each is made_before for each in gc.get_objects()):
         gc.unfreeze()
     files: list[io.IOBase] = []
@@ -141,16 +138,18 @@ def kill_session(pid: int, signum: int) -> None:
 def kill_trees(pids: Iterable[int]) -> None:
     """SIGKILL these processes and their descendants in any session; parents first, or they would notice the death of a
     child."""
+    victims = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            victims.append(psutil.Process(pid))
+    if not victims:
+        return
     # A single pass over all processes of the machine: that is what takes the time.
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             children[process.ppid()].append(process)
     # All of them are known before the first kill: descendants of a dead process are no longer found from it.
-    victims = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            victims.append(psutil.Process(pid))
     for victim in victims:  # the list grows during the iteration
         victims += children.pop(victim.pid, ())
     for victim in victims:
@@ -158,10 +157,21 @@ def kill_trees(pids: Iterable[int]) -> None:
             victim.kill()
 
 
+def has_children() -> bool:
+    """Whether this process has any, also ended ones; True where the kernel cannot be asked."""
+    try:
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def kill_children() -> None:
     """SIGKILL all children of this process and their descendants."""
     with contextlib.suppress(psutil.Error):
-        kill_trees(child.pid for child in psutil.Process().children())
+        if has_children():
+            kill_trees(child.pid for child in psutil.Process().children())
 
 
 def kill_marked(processes: Iterable[psutil.Process], name: str, beginning: str) -> None:
