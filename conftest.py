@@ -32,12 +32,19 @@ from collections.abc import Iterator  # noqa: E402
 from functools import cache  # noqa: E402
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from unisono import devices, warm  # noqa: E402
+# What hands out the tests to other processes runs none. They would wait for its imports before they begin their own.
+_asked = re.findall(r"(?:^|\n)(?:-n|--numprocesses)[\n=]?(\w+)", "\n".join(sys.argv))
+RUNS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or not _asked or _asked[-1] == "0"
+pytest_plugins = ["pytester", "running_again", "time_limit"]
 
-pytest_plugins = ["leak_police", "pytester", "running_again", "time_limit"]
+if RUNS_TESTS:
+    import torch
+
+    from unisono import devices, warm
+
+    pytest_plugins.append("leak_police")
 
 settings.register_profile(
     "unisono", deadline=None, max_examples=60, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -52,7 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """
     parser.addoption("--backend", default=None, help="the family of devices for tests that run on any")
     family = parser.parse_known_args(sys.argv[1:]).backend or os.environ.get("UNISONO_BACKEND")  # a worker of xdist
-    if family is None and any(devices.get_backend(each).is_available() for each in ("cuda", "mps")):
+    if not RUNS_TESTS:
+        os.environ.update({"UNISONO_BACKEND": family} if family else {})
+    elif family is None and any(devices.get_backend(each).is_available() for each in ("cuda", "mps")):
         os.environ["UNISONO_BACKEND"] = "cpu"  # what the other tests mean by the default
     elif family is not None:
         os.environ["UNISONO_BACKEND"] = family
@@ -78,7 +87,8 @@ def _names_families(path: Path) -> bool:
 
 def pytest_collection() -> None:
     """Cores are few, and in a process that runs many tests, workers are forked soon."""
-    torch.set_num_threads(1)
+    if RUNS_TESTS:
+        torch.set_num_threads(1)
     if "PYTEST_XDIST_WORKER" in os.environ:
         warm()
 

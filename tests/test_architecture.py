@@ -11,6 +11,7 @@ import graphlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -85,11 +86,14 @@ def read_modules(root: Path) -> dict[str, Module]:
     return found
 
 
-MODULES = read_modules(ROOT)
-BESIDE = [each for folder in (ROOT.parent / "contrib").glob("*/unisono_*/") for each in read_modules(folder).values()]
+@cache
+def modules() -> dict[str, Module]:
+    """Of the package; read by the first test that looks at them."""
+    return read_modules(ROOT)
 
 
-def imports_of(module: Module) -> Iterator[Import]:
+@cache
+def imports_of(module: Module) -> tuple[Import, ...]:
     def visit(node: ast.AST, is_lazy: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
@@ -103,7 +107,7 @@ def imports_of(module: Module) -> Iterator[Import]:
             is_body = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             yield from visit(child, is_lazy or is_for_types or is_body)
 
-    return visit(module.tree, False)
+    return tuple(visit(module.tree, False))
 
 
 def own_imports(module: Module) -> Iterator[tuple[Import, str]]:
@@ -111,7 +115,7 @@ def own_imports(module: Module) -> Iterator[tuple[Import, str]]:
     for each in imports_of(module):
         if each.target == "unisono" or each.target.startswith("unisono."):
             submodule = f"{each.target}.{each.name}"
-            yield each, submodule if submodule in MODULES else each.target
+            yield each, submodule if submodule in modules() else each.target
 
 
 def _callee(call: ast.Call) -> str:
@@ -172,7 +176,7 @@ def borrowed_names(module: Module) -> list[str]:
             continue
         if each.name == "*" and module.name.startswith(MIRRORS):  # a mirror's module that has the names of several
             continue
-        if each.name is not None and target == each.target and each.name not in _defined_in(MODULES[target]):
+        if each.name is not None and target == each.target and each.name not in _defined_in(modules()[target]):
             found.append(module.at(each.node, f"imports {each.name} from {target}, which only passes it on"))
     return found
 
@@ -334,13 +338,19 @@ RULES: dict[str, Callable[[Module], list[str]]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_house_keeps_its_rule_that(rule):
-    broken = [place for module in MODULES.values() for place in RULES[rule](module)]
+    broken = [place for module in modules().values() for place in RULES[rule](module)]
     assert not broken, "\n".join([rule, *broken])
 
 
 def test_packages_beside_this_one_import_public_names_and_building_blocks():
-    assert BESIDE
-    assert [place for module in BESIDE for place in (*unpromised_imports(module), *undocumented_modules(module))] == []
+    beside = [read_modules(folder) for folder in (ROOT.parent / "contrib").glob("*/unisono_*/")]
+    assert beside
+    assert [
+        place
+        for each in beside
+        for module in each.values()
+        for place in (*unpromised_imports(module), *undocumented_modules(module))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -358,12 +368,12 @@ def test_what_is_not_public_is_noticed_there(source):
 
 
 def test_every_part_has_a_floor():
-    assert {module.part for module in MODULES.values()} <= FLOOR.keys()
+    assert {module.part for module in modules().values()} <= FLOOR.keys()
 
 
 def test_modules_import_one_another_in_no_circle():
     graph = {
-        name: {target for each, target in own_imports(module) if not each.is_lazy} for name, module in MODULES.items()
+        name: {target for each, target in own_imports(module) if not each.is_lazy} for name, module in modules().items()
     }
     graphlib.TopologicalSorter(graph).prepare()  # CycleError shows the circle
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_architecture import MODULES, XLA_DOORS, Module, imports_of
+from test_architecture import XLA_DOORS, Module, imports_of, modules
 from torch import nn
 
 from unisono import torch_private
@@ -63,7 +63,7 @@ def given_names(tree: ast.Module) -> set[str]:
 
 @cache
 def own_names() -> set[str]:
-    return {name for module in MODULES.values() for name in given_names(module.tree)}
+    return {name for module in modules().values() for name in given_names(module.tree)}
 
 
 def imported_paths(module: Module) -> dict[str, str]:
@@ -138,7 +138,7 @@ def private_names(module: Module) -> list[str]:
 
 
 def test_no_other_module_names_what_is_private_in_torch():
-    found = [place for module in MODULES.values() for place in private_names(module)]
+    found = [place for module in modules().values() for place in private_names(module)]
     assert not found, "\n".join(found)
 
 
@@ -149,7 +149,10 @@ def test_the_installed_torch_has_each():
 
 def test_each_name_is_used():
     used = {
-        each.name for module in MODULES.values() for each in imports_of(module) if each.target == torch_private.__name__
+        each.name
+        for module in modules().values()
+        for each in imports_of(module)
+        if each.target == torch_private.__name__
     }
     assert torch_private.NAMES.keys() <= used
     assert torch_private.INSTEAD.keys() <= torch_private.NAMES.keys()

@@ -35,6 +35,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,7 @@ def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
+    _undo_imports(False)
     inspect.stack()  # as torch's rendezvous does at each event; the first call looks for the files of all modules
     gc.freeze()  # or each script would go through all that is imported, and copy it
     atexit.register(gc.unfreeze)  # at its end, what is still frozen counts as leaked by triton
@@ -267,6 +269,12 @@ def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
         asking.send(str(pid).encode())
 
 
+def _undo_imports(at_exit: bool) -> None:
+    """Whether the end of this process takes back what the modules have registered until now, as torch's operators."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = at_exit
+
+
 def _report(statuses: dict[int, int]) -> None:
     """Write how the scripts have ended that have."""
     with contextlib.suppress(ChildProcessError):
@@ -298,6 +306,8 @@ def _begin(
     _replace_environ(asked["environ"])
     gc.enable()
     _takes_apart = asked["takes_apart"]
+    if _takes_apart:
+        _undo_imports(True)
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.chdir(asked["directory"])

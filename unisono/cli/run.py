@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import gc
 import shlex
 import sys
 import time
@@ -114,7 +113,7 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
 
     nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
     if nproc == 1:  # in this process, after the exit functions of the script; runpy keeps its globals, and their files
-        atexit.register(close_files, gc.get_freeze_count())
+        atexit.register(close_files, [])
     args = target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}
     # A single worker's stdout stays a terminal.
     prefix: Literal["several", False] = "several" if nproc > 1 and not parsed.no_prefix else False

@@ -21,7 +21,7 @@ from zlib import crc32
 _INSTALLED = tuple(
     {each + os.sep for path in sysconfig.get_paths().values() for each in (path, os.path.realpath(path))}
 )
-_NOT_USERS = (__name__.partition(".")[0], "__main__", "__mp_main__")
+_NOT_USERS = (__name__.partition(".")[0], "__main__", "__mp_main__", "torch")  # the last one has most of all modules
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ITEMS = 1000  # of a container: larger ones are not compared
 _SHOWN, _WIDTH = 5, 60  # globals in one message, and characters of each value
@@ -31,14 +31,15 @@ def describe_modules() -> dict[str, dict[str, str]]:
     """The globals of the user's modules that this process has imported, as texts, by the module's name."""
     described = {}
     for name, module in list(sys.modules.items()):  # copied: other threads may import meanwhile
+        if name.partition(".")[0] in _NOT_USERS:
+            continue
         # A lazy module gets its names when they are used, and one with another kind of loader (such as pytest's) may
         # have been loaded from a changed source: both differ between processes.
         if type(module) is not ModuleType or type(vars(module).get("__loader__")) is not SourceFileLoader:
             continue
         space, file = vars(module), str(module.__file__)
         is_installed = file.startswith(_INSTALLED) or "site-packages" in file or "dist-packages" in file
-        is_own_name = module.__name__ == name and name.partition(".")[0] not in _NOT_USERS
-        if is_own_name and file.startswith(os.sep) and not is_installed and "__getattr__" not in space:
+        if module.__name__ == name and file.startswith(os.sep) and not is_installed and "__getattr__" not in space:
             described[name] = describe_module(module)
     return described
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -77,7 +76,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     recorder: Recorder | None = None
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")
-    num_frozen = gc.get_freeze_count()
+    made_before: list[None] = []
     try:
         job = read_job(job_fd)
         place = _take_place(job, rank, directory)
@@ -96,7 +95,7 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has ended, and that is reported first
-    _end(_in_callers_terms(outcome, rank, world), world, recorder, reporter, num_frozen)
+    _end(_in_callers_terms(outcome, rank, world), world, recorder, reporter, made_before)
 
 
 def _take_place(job: Job, rank: int, directory: str) -> RankPlace:
@@ -129,14 +128,14 @@ def _set_up(world: World, job: Job, own: StepsDone, reporter: Reporter) -> None:
 
 
 def _end(
-    outcome: Outcome[Any], world: World | None, recorder: Recorder | None, reporter: Reporter, num_frozen: int
+    outcome: Outcome[Any], world: World | None, recorder: Recorder | None, reporter: Reporter, made_before: list[None]
 ) -> NoReturn:
     """Report the outcome, leave the world, and end this process."""
     for stream in (sys.stdout, sys.stderr):  # first: once the caller knows of a failure, it may signal this process
         with contextlib.suppress(Exception):
             stream.flush()
     if outcome.error is not None:
-        close_files(num_frozen)
+        close_files(made_before)
     with contextlib.suppress(Exception):  # the outcome is reported, whatever is wrong with the record
         if recorder is not None:
             recorder.end(outcome.error)
@@ -153,7 +152,7 @@ def _end(
             # Exit functions may take longer; the supervisor limits them.
             signal.alarm(0)
             atexit._run_exitfuncs()  # what fn has registered, and what has to be flushed
-            close_files(num_frozen)
+            close_files(made_before)
     os._exit(int(outcome.error is not None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _io
 import contextlib
 import ctypes
 import gc
@@ -70,16 +71,18 @@ def native_threads() -> set[str]:
     return {each for each in found if not each.endswith(" jemalloc_bg_thd")}
 
 
-def close_files(num_frozen: int) -> None:
+def close_files(made_before: list[None]) -> None:
     """Close what a script has left open, as the end of an interpreter does: what was written last is still in the
-    file's buffer. Standard streams are flushed. To be called before `os._exit`; `num_frozen` is `gc.get_freeze_count()`
-    before the script, which may freeze its files by `gc.freeze()`."""
-    if gc.get_freeze_count() > num_frozen:
+    file's buffer. Standard streams are flushed. To be called before `os._exit`, with a list that was made before the
+    script: it is frozen, with the script's files, if that has called `gc.freeze()`."""
+    # `gc.get_freeze_count()` would tell as well, but goes through all that was ever imported.
+    if not any(each is made_before for each in gc.get_objects()):
         gc.unfreeze()
     files: list[io.IOBase] = []
     for each in gc.get_objects():
         with contextlib.suppress(Exception):
-            if isinstance(each, io.IOBase) and not each.closed and each.writable():
+            # The one base of all that are; to ask `io.IOBase` itself fills caches that are empty in a fork.
+            if issubclass(type(each), _io._IOBase) and not each.closed and each.writable():
                 files.append(each)
     # Text before bytes, and what compresses before what it writes to: each closes what is below it.
     is_last = io.BufferedWriter | io.RawIOBase
@@ -105,16 +108,18 @@ def kill_session(pid: int, signum: int) -> None:
 def kill_trees(pids: Iterable[int]) -> None:
     """SIGKILL these processes and their descendants in any session; parents first, or they would notice the death of a
     child."""
+    victims = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            victims.append(psutil.Process(pid))
+    if not victims:
+        return
     # A single pass over all processes of the machine: that is what takes the time.
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             children[process.ppid()].append(process)
     # All of them are known before the first kill: descendants of a dead process are no longer found from it.
-    victims = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            victims.append(psutil.Process(pid))
     for victim in victims:  # the list grows during the iteration
         victims += children.pop(victim.pid, ())
     for victim in victims:
@@ -122,10 +127,21 @@ def kill_trees(pids: Iterable[int]) -> None:
             victim.kill()
 
 
+def has_children() -> bool:
+    """Whether this process has any, also ended ones; True where the kernel cannot be asked."""
+    try:
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def kill_children() -> None:
     """SIGKILL all children of this process and their descendants."""
     with contextlib.suppress(psutil.Error):
-        kill_trees(child.pid for child in psutil.Process().children())
+        if has_children():
+            kill_trees(child.pid for child in psutil.Process().children())
 
 
 def kill_marked(processes: Iterable[psutil.Process], name: str, beginning: str) -> None:

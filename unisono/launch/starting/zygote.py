@@ -53,6 +53,7 @@ from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import (
     become_reaper,
     die_with_parent,
+    has_children,
     interpreter_command,
     kill_children,
     kill_marked,
@@ -308,7 +309,8 @@ class Zygote:
         group.ranks.clear()
         self._kill_strays()
         with contextlib.suppress(psutil.Error):  # strays of this group, if another group has workers
-            kill_marked(psutil.Process().children(recursive=True), OUTER_DIRECTORY, group.directory)
+            if has_children():
+                kill_marked(psutil.Process().children(recursive=True), OUTER_DIRECTORY, group.directory)
         # No process of the group is left that could create files in it.
         shutil.rmtree(group.directory, ignore_errors=True)
         # Before the socket is closed: its `fileno()` is -1 afterwards.
@@ -365,6 +367,7 @@ def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
         if start_method == "zygote":
             gc.disable()  # until the first fork: collections would take a fifth of the import time, without any benefit
             importlib.import_module("unisono.launch.worker")
+            importlib.import_module("numpy.random")  # which each worker seeds; numpy leaves it to the first use
         zygote = Zygote(control, caller, start_method)
     except ProcessLookupError:  # it ended while this process started, or imported torch
         _remove_unread(control)
