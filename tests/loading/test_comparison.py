@@ -152,6 +152,20 @@ def test_a_dataset_of_the_same_length_with_other_samples_is_refused(part, worker
         THREADS_2.run(body)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shards_that_begin_alike_are_refused(workers):
+    """As texts do, of which many are empty."""
+    texts = [""] * 8 + [f"text {index}" for index in range(40)]
+    part = {rank: texts[:8] + texts[8 + rank :: 2] for rank in range(2)}
+
+    def body() -> None:
+        for _ in DeviceLoader(DataLoader(part[rank()], batch_size=1, num_workers=workers)):  # type: ignore[arg-type]
+            pass
+
+    with pytest.raises(CollectiveMismatchError, match=WORDS):
+        THREADS_2.run(body)
+
+
 def test_shards_of_huggingfaces_are_refused_and_taken_as_parts():
     pytest.importorskip("datasets")
 

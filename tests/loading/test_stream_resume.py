@@ -304,6 +304,9 @@ def test_parts_that_loader_workers_have_cut_go_on_without_and_so_by_one(before, 
     assert [each.getMessage() for each in caplog.records].count(ONE_WORKER) == 1
 
 
+REMADE = "cannot make another rank's part again: give it a method shard(num_shards, index)"
+
+
 class OfItsPlace(Stream):
     """Knows its rank from the beginning, and nothing that would make another rank's part."""
 
@@ -318,6 +321,7 @@ class OfItsPlace(Stream):
 @stand_ins()
 def test_a_part_that_cannot_be_made_again_is_refused_with_the_protocol():
     state = passes(THREADS_2, OfItsPlace, 1, workers=1)[0][0].state
-    (error,) = refused(SOLO, OfItsPlace, None, workers=1, state=state)
-    assert type(error) is StateError
-    assert re.search(r"cannot make another rank's part again: give it a method shard\(num_shards, index\)", str(error))
+    for mode in (SOLO, THREADS_3):  # of three ranks, one has no part to read
+        errors = refused(mode, OfItsPlace, None, workers=1, state=state)
+        assert [type(error) for error in errors] == [StateError] * mode.ranks
+        assert all(REMADE in str(error) for error in errors)

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
 
 from unisono.comm.outcome import Outcome
 from unisono.devices.randomness import seed_of, seeded
@@ -26,6 +26,8 @@ from unisono.loading.sharding import Claim, Part, Round, Rule, Size, deal, mark_
 from unisono.loading.sources import LOOKED_AT, Begun, Source, State
 from unisono.loading.tuning import Tuner
 from unisono.loading.workers import WorkerPool, start_worker
+
+_SPREAD = 4  # samples from all of a dataset by which it is compared
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ class IndexedSource(Source):
         seed = seed_of(self.seed, epoch, "samples")
         look, is_several = None, rule.shards == 1 and rule.count > len(rule.kept)
         if is_several and rule.is_compared and not self._is_compared:
-            look, batches = _look_at(batches, epoch, seed)
+            look, batches = _look_at(batches, self._spread(), epoch, seed)
             self._is_compared = True
         jobs = _jobs(batches, nominal, rule, first, epoch, seed)
         made: Iterator[list[Made]]
@@ -143,6 +145,12 @@ class IndexedSource(Source):
         if self._is_collated:
             return Begun(epoch, position, count_rows(made, self._dim, rule))
         return Begun(epoch, position, map(pieces_of, made))
+
+    def _spread(self) -> list[int]:
+        """Some indices from all of the dataset, if its sampler takes each: shards may begin alike."""
+        count, sampler = self.length or 0, self._sampler
+        is_whole = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == count
+        return [count * part // _SPREAD - 1 for part in range(1, _SPREAD + 1)] if is_whole and count > LOOKED_AT else []
 
     def _serve_tuned(
         self,
@@ -261,11 +269,14 @@ def _plan(dealt: Round[Any], place: int, shards: int) -> tuple[Part, int, Claim]
     return part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
 
 
-def _look_at(batches: Iterator[Sequence[Any]], epoch: int, seed: int) -> tuple[Look | None, Iterator[Sequence[Any]]]:
-    """What all ranks read of the epoch's first batch to compare it, and the batches; None if there is none."""
+def _look_at(
+    batches: Iterator[Sequence[Any]], spread: list[int], epoch: int, seed: int
+) -> tuple[Look | None, Iterator[Sequence[Any]]]:
+    """What all ranks read to compare it, of the epoch's first batch and of all data, and the batches; None if there is
+    none."""
     if (first := next(batches, None)) is None:
         return None, batches
-    indices = list(first[:LOOKED_AT])
+    indices = [*first[: LOOKED_AT - len(spread)], *spread]
     return Look(Request(indices, 0, len(indices), epoch, seed)), chain([first], batches)
 
 

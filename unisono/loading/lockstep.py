@@ -43,8 +43,9 @@ _REMEMBERED = 1024  # positions; more than one reader is ahead of another
 _ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
 _DIFFERENT = (
     "the ranks or loader workers read different streams, so that taking turns in them would lose and repeat samples; "
-    "if the dataset gives each rank a part of its own, pass DeviceLoader(loader, already_sharded=True); if it "
-    "shuffles, do so by the epoch (set_epoch), or with the global generators in one loader worker (num_workers=1)"
+    "if the dataset gives each loader worker a part by get_worker_info().id, let it ask for num_workers, too; if it "
+    "gives each rank a part of its own, pass DeviceLoader(loader, already_sharded=True); if it shuffles, do so by the "
+    "epoch (set_epoch), or with the global generators in one loader worker (num_workers=1)"
 )
 
 

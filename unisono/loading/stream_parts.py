@@ -17,11 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.loading.workers import use_worker_info
 
-PROTOCOL = (
-    "give it a method shard(num_shards, index), which returns that part, or let it ask "
-    "torch.utils.data.get_worker_info() for num_workers"
-)
-
 
 class Whole(IterableDataset[Any]):
     """The batches of a loader that has loader workers of its own."""
@@ -141,6 +136,17 @@ def part_of(dataset: Any, rank: int, ranks: int) -> Any:
         if isinstance(part := dataset.shard(num_shards=ranks, index=rank), Iterable):
             return part
     return None
+
+
+def why_not_cut(dataset: Any) -> str:
+    """Why `part_of` is None for it, and the way out."""
+    if isinstance(dataset, Whole):
+        name = type(dataset.loader).__name__
+        return f"the stages of a {name} behind its loader workers cannot do so again: put them before, into the dataset"
+    return (
+        f"a {type(dataset).__name__} cannot make another rank's part again: give it a method shard(num_shards, index), "
+        "which returns that part, or let it ask torch.utils.data.get_worker_info() for num_workers"
+    )
 
 
 def hide_workers() -> None:

@@ -26,7 +26,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -39,13 +39,13 @@ from unisono.loading.part_reader import Made, PartReader
 from unisono.loading.sharding import Rule, check_sizes_known, fingerprint, measure
 from unisono.loading.sources import LOOKED_AT, Begun, Loaded, Source, State, rounds_of_loaded
 from unisono.loading.stream_parts import (
-    PROTOCOL,
     continues_anywhere,
     cuts_by_node,
     is_of,
     is_sized_by_rank,
     move,
     part_of,
+    why_not_cut,
 )
 from unisono.loading.workers import WorkerPool
 from unisono.world import World
@@ -206,16 +206,21 @@ class StreamSource(Source):
                 len(taken.here.parts), more, least + 1, least,
             )  # fmt: skip
         found: dict[int, Any] = {}
-        for rank in sorted({part // workers for each in parts for part in each} if taken.is_of_rank else ()):
-            is_own = (rank, ranks) == (self._rank, self._ranks)
-            is_own = is_own and bool(self._is_part or cuts_by_node(dataset, rank, ranks))
-            found[rank] = dataset if is_own else part_of(dataset, rank, ranks)
-            if found[rank] is None:
-                raise StateError(
-                    f"the state was saved by {ranks} rank(s) that each read a part of their own, and here are "
-                    f"{self._ranks}; a {type(dataset).__name__} cannot make another rank's part again: "
-                    f"{PROTOCOL}; or resume with {ranks} rank(s), or restart the epoch by set_epoch"
-                )
+        has_cut = ranks == self._ranks and bool(self._is_part or cuts_by_node(dataset, self._rank, ranks))
+        # Those of all ranks: what one of them cannot make is an error on each, or the others would wait for it.
+        count = max(self._loader().num_workers, 1)
+        for reader in range(self._ranks if taken.is_of_rank else 0):
+            own = chain.from_iterable(taken.parts_of(reader, self._ranks, count))
+            for rank in sorted({part // workers for part in own}):
+                part = dataset if has_cut and rank == reader else part_of(dataset, rank, ranks)
+                if part is None:
+                    raise StateError(
+                        f"the state was saved by {ranks} rank(s) that each read a part of their own, and here are "
+                        f"{self._ranks}; {why_not_cut(dataset)}; or resume with {ranks} rank(s), or restart the epoch "
+                        "by set_epoch"
+                    )
+                if reader == self._rank:
+                    found[rank] = part
         return found
 
     def _make_batches(

@@ -157,7 +157,7 @@ def find_unequal_parameters(module: nn.Module, step: int, world: World) -> bool:
     """Whether the ranks' trained parameters differ after that step, of which rank zero warns. A collective.
 
     Raises:
-        RuntimeError: the step's gradients differed, too.
+        CollectiveMismatchError: the step's gradients differed, too.
     """
     named = {f"the parameter {name!r}": each for name, each in module.named_parameters() if each.requires_grad}
     found = _first_difference(named, world) if named else None
@@ -166,7 +166,7 @@ def find_unequal_parameters(module: nn.Module, step: int, world: World) -> bool:
     name, model, gradient = found[0], type(module).__name__, named[found[0]].grad
     bits = None if gradient is None else int(fingerprint(readable([gradient], world)))
     if len(set(world.comm.all_gather_object(bits))) > 1:
-        raise RuntimeError(
+        raise CollectiveMismatchError(
             f"the ranks train different models: {name} of the {model} is {found[1]} after step {step}, and its "
             "gradients differ. What changes .grad before a step must do so on every rank, by the same numbers; and the "
             "engine of a strategy leaves the sum over the ranks in it, the same bits on all of them (see add_up in "
