@@ -133,5 +133,7 @@ def _send_pulses(
             reporter.send(Kind.PULSE, pickle.dumps(pulse))
             reported = pulse
         record()
+        for look in world.timeline.at_pulse:
+            look()
         if is_over.wait(interval_s):
             return

@@ -25,6 +25,7 @@ from unisono.loading.balance import Balance
 from unisono.loading.channel import EndOfChannel
 from unisono.loading.pipeline import Delivery, Lane
 from unisono.loading.sharding import IN_ROUND, Claim
+from unisono.loading.silence import watch
 from unisono.loading.sources import State
 from unisono.loading.tuning import Tuner
 from unisono.report.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming, Track
@@ -66,6 +67,7 @@ class DeviceIterator:
         self._state = state
         self._balance, self._tuner = balance, tuner
         self._deliveries = world.state.deliveries
+        watch(world.timeline)
         self._evaluations: Evaluations | None = None
         self._num_begun: Callable[[], int] | None = None
         if world.rank == 0 < world.world_size - 1:  # one rank tells

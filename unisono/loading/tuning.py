@@ -23,6 +23,7 @@ ENOUGH = 0.02  # of its time may a loop wait for data
 _FEWEST = 4  # batches of a window
 _BUSY = 0.03  # of the machine's time that is left where its cores are used up
 _FEW_LATE = 2  # windows in a row, after which another number is tried
+_MUCH = 20  # times: what is left of the loop is hardly to be measured
 _CHEAP_NS = 1_000_000  # a worker's batch costs the loop's process nearly as much as to read one that takes so long
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,8 @@ class Tuner:
         if not self.why and self.gain < 1 + 2 * ENOUGH:
             return chosen
         why = self.why or "others are still to be tried"
-        return f"{chosen}: {why}; a loop that never waited for data would be {self.gain:.2f} times as fast"
+        gain = f"{self.gain:.2f}" if self.gain < _MUCH else f"more than {_MUCH}"
+        return f"{chosen}: {why}; a loop that never waited for data would be {gain} times as fast"
 
     def serve(self, begin: Callable[[int, Iterator[Any]], Iterator[Any]], requests: Iterator[Any]) -> Iterator[Any]:
         """The values of the requests, in their order, by as many workers as are wanted at the time. The next ones begin

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono.comm.operations import HOST
 from unisono.comm.outcome import chain_of
-from unisono.comm.stacks import PACKAGE, frames_of, stack_of, tell_stack_on_request
+from unisono.comm.stacks import PACKAGE, Frame, frames_of, stack_of, tell_stack_on_request
 from unisono.devices.randomness import notice_who_asks
 from unisono.errors import describe_exit
 from unisono.loading.forked_workers import context_of, starting
@@ -194,6 +194,11 @@ def where_is(pid: int) -> str:
     frames = frames_of(stack_of(pid))
     if not frames:
         return f"it does not say where{opened}: `py-spy dump --pid {pid}` may show it"
+    return in_words(frames, opened)
+
+
+def in_words(frames: list[Frame], opened: str = "") -> str:
+    """Where the user's code is, and its stack, in words."""
     # What is below is torch's and this package's.
     own = [*takewhile(lambda frame: not frame.file.startswith(PACKAGE), frames)] or frames
     place = next((each for each in own if each.is_users), own[0])

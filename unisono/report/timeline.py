@@ -213,7 +213,7 @@ class LoopTiming:
         self._before = track.switch(FETCH)
         self.around = track.innermost
         self.place: LoopPlace | None = None  # once it has trained, where a record is kept
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         track.innermost = self
 
     def end(self) -> None:
@@ -224,7 +224,7 @@ class LoopTiming:
     def abandon(self) -> bool:
         """The loop was left early, as a dropped iterator shows: end it, unless its thread is in another loop."""
         # The garbage collector may drop an iterator in another thread, which must not write to this track.
-        is_running = self.track.innermost is self and threading.get_ident() == self._thread
+        is_running = self.track.innermost is self and threading.get_ident() == self.thread
         if is_running:
             self.end()
         return is_running
@@ -250,6 +250,7 @@ class Timeline:
         self.settings: dict[str, Any] = {}  # of the run, as the script has given them to its trackers
         self.last_saved = ""  # where the last checkpoint is
         self.write_digests: Callable[[dict[str, Any]], None] | None = None  # of rank zero, where a record is kept
+        self.at_pulse: list[Callable[[], None]] = []  # called some times a minute, by another thread
         self.at_sample: list[Callable[[Path], None]] = []  # called with the run's directory after each line of it
         self.tuned: dict[int, Callable[[], str]] = {}
         """For each loader whose loader workers are chosen while it runs: describes how many it has."""
