@@ -118,13 +118,13 @@ def train(rank: int, run: Run, directory: str) -> str:
 
 def _arm(plan: Plan, directory: str) -> None:
     """Have the plan carried out at its call of a function of this package, in the loop's thread, or that of copies."""
-    left = plan.call
+    left, own = plan.call, os.getpid()  # a loader worker, forked here, has both
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         nonlocal left
         if event == "call" and plan.where in frame.f_code.co_filename:
             left -= 1
-            if left == 0:
+            if left == 0 and os.getpid() == own:
                 with open(Path(directory, "done"), "a") as done:
                     done.write(f"{plan.victim} in {Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}\n")
                 _strike(plan.victim)

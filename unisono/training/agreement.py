@@ -163,9 +163,11 @@ def find_unequal_parameters(module: nn.Module, step: int, world: World) -> bool:
     found = _first_difference(named, world) if named else None
     if found is None:
         return False
-    name, model, gradient = found[0], type(module).__name__, named[found[0]].grad
-    bits = None if gradient is None else int(fingerprint(readable([gradient], world)))
-    if len(set(world.comm.all_gather_object(bits))) > 1:
+    name, model, parameter = found[0], type(module).__name__, named.get(found[0])  # None: it is frozen on this rank
+    held = None if parameter is None else [each for each in [parameter.grad] if each is not None]
+    bits = None if held is None else int(fingerprint(readable(held, world)))
+    gradients = set(world.comm.all_gather_object(bits))
+    if len(gradients) > 1 and None not in gradients:
         raise CollectiveMismatchError(
             f"the ranks train different models: {name} of the {model} is {found[1]} after step {step}, and its "
             "gradients differ. What changes .grad before a step must do so on every rank, by the same numbers; and the "
