@@ -250,7 +250,7 @@ class Timeline:
         self.settings: dict[str, Any] = {}  # of the run, as the script has given them to its trackers
         self.last_saved = ""  # where the last checkpoint is
         self.write_digests: Callable[[dict[str, Any]], None] | None = None  # of rank zero, where a record is kept
-        self.at_pulse: list[Callable[[], None]] = []  # called some times a minute, by another thread
+        self.at_pulse: list[Callable[[], None]] = []  # called about once a second, by another thread
         self.at_sample: list[Callable[[Path], None]] = []  # called with the run's directory after each line of it
         self.tuned: dict[int, Callable[[], str]] = {}
         """For each loader whose loader workers are chosen while it runs: describes how many it has."""

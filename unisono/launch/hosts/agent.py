@@ -92,7 +92,8 @@ class Agent(SimpleElasticAgent):
         self._supervisor: Supervisor | None = None
         self._num_groups = 0  # that were started, as far as this machine knows
         self._patience_until: float | None = None  # the deadline of a requested early end
-        heard, beat_s = (self.on_report, self.on_lost, self.on_cut_off), (job.options.hang_timeout_s or math.inf) / 5
+        beat_s = (job.options.hang_timeout_s or math.inf) / 5
+        heard = self.on_report, self.on_lost, self.on_cut_off
         self.others = OtherMachines(options.endpoint, options.lost_after_s, *heard, beat_s)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:

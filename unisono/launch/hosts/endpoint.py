@@ -83,7 +83,8 @@ def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False
     use."""
     address = listening_address(host, addresses_of(host), is_alone)
     is_six = ":" in address or (not address and socket.has_dualstack_ipv6())
-    family, is_both = socket.AF_INET6 if is_six else socket.AF_INET, not address and is_six
+    family = socket.AF_INET6 if is_six else socket.AF_INET
+    is_both = is_six and not address
     listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=is_both)
     # The store owns the descriptor from here on.
     return dist.TCPStore(  # type: ignore[attr-defined]
