@@ -46,7 +46,7 @@ _SCHEDULER = "torch.optim.lr_scheduler"
 
 NAMES = {  # ours: (torch's, what we do by it)
     # Backward passes.
-    "current_graph_task_id": ("torch._C._current_graph_task_id", "tells backward passes apart"),
+    "current_graph_task_id": ("torch._C._current_graph_task_id", "distinguishes backward passes"),
     "will_engine_execute_node": ("torch._C._will_engine_execute_node", "sees where a backward pass leaves gradients"),
     "queue_callback": ("torch.autograd.Variable._execution_engine.queue_callback", "ends steps with backward passes"),
     "is_in_tls": ("torch._C._is_key_in_tls", "finds the world of a backward pass in autograd's thread"),
@@ -63,11 +63,11 @@ NAMES = {  # ours: (torch's, what we do by it)
     "sparse_values": ("torch.Tensor._values", "reads sparse tensors that are not coalesced"),
     "tracing_context": ("torch._guards.TracingContext.try_get", "hides sharded gradients from dynamo"),
     "is_view": ("torch.Tensor._is_view", "copies views that a model returns"),
-    "STORAGE_ADDRESS": ("torch.UntypedStorage._cdata", "tells which tensors share memory"),
-    "weak_storage": ("torch.UntypedStorage._weak_ref", "tells which tensors share memory"),
-    "is_storage_expired": ("torch.UntypedStorage._expired", "tells which tensors share memory"),
-    "free_weak_storage": ("torch.UntypedStorage._free_weak_ref", "tells which tensors share memory"),
-    "VERSION": ("torch.Tensor._version", "tells whether inputs or gathered parameters have changed"),
+    "STORAGE_ADDRESS": ("torch.UntypedStorage._cdata", "shows which tensors share memory"),
+    "weak_storage": ("torch.UntypedStorage._weak_ref", "shows which tensors share memory"),
+    "is_storage_expired": ("torch.UntypedStorage._expired", "shows which tensors share memory"),
+    "free_weak_storage": ("torch.UntypedStorage._free_weak_ref", "shows which tensors share memory"),
+    "VERSION": ("torch.Tensor._version", "shows whether inputs or gathered parameters have changed"),
     "UNTYPED_STORAGE": ("torch.TypedStorage._untyped_storage", "sends typed storages to workers"),
     "REBUILD_FROM_CPU": ("torch._utils._rebuild_device_tensor_from_cpu_tensor", "sends tensors to workers"),
     # Modules.
@@ -101,8 +101,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     # Optimizers and schedulers.
     "STEP_PRE_HOOKS": ("torch.optim.Optimizer._optimizer_step_pre_hooks", "keeps an optimizer's hooks with zero1"),
     "STEP_POST_HOOKS": ("torch.optim.Optimizer._optimizer_step_post_hooks", "keeps an optimizer's hooks with zero1"),
-    "STEP_CALLED": (f"{_SCHEDULER}.LRScheduler._opt_called", "tells schedulers of steps"),
-    "STEP_WRAPPED": (f"{_SCHEDULER}.LRScheduler._wrapped_by_lr_sched", "tells schedulers of steps"),
+    "STEP_CALLED": (f"{_SCHEDULER}.LRScheduler._opt_called", "shows schedulers the steps"),
+    "STEP_WRAPPED": (f"{_SCHEDULER}.LRScheduler._wrapped_by_lr_sched", "shows schedulers the steps"),
     "SCHEDULERS": (f"{_SCHEDULER}.SequentialLR._schedulers", "finds the length of a schedule of several"),
     # DataLoaders and their workers.
     "loader_worker": (_WORKER, "shows loader workers the user's dataset"),
@@ -151,7 +151,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "rebuild_buckets": ("torch.distributed.Reducer._rebuild_buckets", "fixes the order of additions"),
     "reset_reducer": ("torch.distributed.Reducer._reset_state", "finds parameters unused after zero_grad()"),
     "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
-    "FSDP_STATE": ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "goes on after a forward pass that failed"),
+    "FSDP_STATE": ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "continues after a forward pass that failed"),
 }
 INSTEAD = {"set_lru_cache": "torch 2.9: ranks that are threads compile no models"}
 

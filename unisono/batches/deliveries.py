@@ -334,9 +334,9 @@ class Deliveries:
         return [*kinds] if ended.has_gap else [None, *kinds]  # listed, or drawn ahead: one of them
 
     def _confusable(self, last: Batch, rows: int | None) -> dict[Batch, None]:
-        """Batches that may be meant instead of the last one of an open loop, and that no rank can tell by their rows.
+        """Batches that may be meant instead of an open loop's last one, and that no rank can distinguish by their rows.
 
-        Equal rows tell batches that count differently apart on some rank, unless rows are repeated there. Unused
+        Batches that count differently have different rows on some rank, unless rows are repeated there. Unused
         batches of an ended loop may still be used.
         """
         own = last.loop.kinds.values() if last.loop.has_gap else ()

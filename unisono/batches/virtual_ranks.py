@@ -170,12 +170,12 @@ class Draw(NamedTuple):
         """Seed them, alike on all ranks, for the step on the round, and what follows."""
         return _seed_all(mixed(seed_of("step", self.seed, self.epoch), self.sample))
 
-    def seed_behind(self) -> int:
+    def seed_after_loop(self) -> int:
         """Seed them, alike on all ranks, for what comes after the loop."""
-        return seed_behind(self.seed, self.epoch)
+        return seed_after_loop(self.seed, self.epoch)
 
 
-def seed_behind(seed: int, epoch: int) -> int:
+def seed_after_loop(seed: int, epoch: int) -> int:
     """Seed the generators, alike on all ranks, for what comes after a loop over that epoch."""
     return _seed_all(seed_of("behind", seed, epoch))
 

@@ -109,7 +109,7 @@ def _find(find: Callable[[], Contents], must_exist: bool) -> Contents | None:
         if must_exist:
             raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from None
         return None
-    except DamagedCheckpointError as error:  # must_exist=False does not begin anew: the run's progress would be lost
+    except DamagedCheckpointError as error:  # must_exist=False does not start afresh: the run's progress would be lost
         raise DamagedCheckpointError(
             f"{error}; load another checkpoint, or a copy; to begin without one, move it away, and pass "
             "must_exist=False"

@@ -252,7 +252,7 @@ class ProcessCommunicator:
     def _note_failure(self, error: RuntimeError) -> None:
         """Note why a call has failed; raise errors that already give the reason."""
         if isinstance(error, CollectiveMismatchError):
-            # Every rank has found it, and none waits in the transport, so no peer has to be told.
+            # Every rank has found it, and none waits in the transport, so no peer has to learn it.
             self._broken = self._broken or (f"{type(error).__name__}: {error}", error)
             raise error
         # A device-side assert of this rank is not the fault of a peer.

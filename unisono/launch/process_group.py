@@ -59,8 +59,8 @@ def join(
         use_secret(os.environ.get(SECRET, ""))
         if place.rank == 0 and SECRET not in os.environ:
             logger.warning(
-                "the ranks have no secret: whoever reaches %s:%d, or a port of a rank, can run code in them; set %s to "
-                "the same random text for all of them, or to nothing if nobody else can reach their network",
+                "the ranks have no secret: anyone who reaches %s:%d, or a port of a rank, can run code in them; set %s "
+                "to the same random text for all of them, or to nothing if nobody else can reach their network",
                 *(place.address, place.port, SECRET),
             )
     try:

@@ -2,7 +2,7 @@
 
 A loop that trains measures its rounds. Every few of them, between two rounds, the ranks gather their medians, and each
 computes the same table from these. With a new one, the loop continues as a run does that is resumed on other ranks: the
-rest of its pass is dealt anew.
+rest of its pass is dealt again.
 
 *Threads:* the loop's.
 """
@@ -42,7 +42,7 @@ class Balance:
         self._before: tuple[int, int] | None = None  # the time computed, and the batches, up to a round
 
     def note_round(self, track: Track, batches: int, virtual: VirtualRanks) -> VirtualRanks | None:
-        """Measure a round that has ended, after so many batches of its loop; returns the virtual ranks if the ranks are
+        """Measure a round that has ended, after `batches` of its loop; returns the virtual ranks if the ranks are
         to carry them otherwise from now on. Sometimes a collective."""
         before, self._before = self._before, ((track.on_device or track).totals[COMPUTE], batches)
         if before is not None:  # not the first round of a loop, in which kernels are chosen

@@ -30,7 +30,7 @@ class Bookmark:
 
     def state(self) -> State:
         """The state after the last round that all loops of the pass have received."""
-        return state_behind(self._source, self._begun, self._progress)
+        return state_after(self._source, self._begun, self._progress)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at a saved state; StateError if it is not the state of such a source."""
@@ -42,13 +42,13 @@ class Bookmark:
         self._begun = None
 
 
-def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progress]) -> State:
+def state_after(source: Source, begun: Begun | None, progress: Sequence[Progress]) -> State:
     """The state after the last round that all loops of a pass have received; after their end, that of the next pass."""
     if begun is None or all(each.has_ended for each in progress):
         epoch, position = source.next_position()
     else:
-        behind = min(progress, key=lambda each: each.rounds)
-        epoch, position = begun.epoch, behind.position or begun.position
+        slowest = min(progress, key=lambda each: each.rounds)
+        epoch, position = begun.epoch, slowest.position or begun.position
     facts = _VERSION, epoch, source.seed, source.length, source.order
     return {**dict(zip(_FACTS, facts, strict=True)), **position}
 

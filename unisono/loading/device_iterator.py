@@ -15,7 +15,7 @@ import torch
 
 from unisono.batches.alone import Evaluations
 from unisono.batches.deliveries import Loop
-from unisono.batches.virtual_ranks import WITNESS, seed_behind
+from unisono.batches.virtual_ranks import WITNESS, seed_after_loop
 from unisono.comm.outcome import Outcome, add_note_once, copy_error
 from unisono.comm.selection import innermost
 from unisono.devices.randomness import seeded
@@ -70,7 +70,7 @@ class DeviceIterator:
         watch(world.timeline)
         self._evaluations: Evaluations | None = None
         self._num_begun: Callable[[], int] | None = None
-        if world.rank == 0 < world.world_size - 1:  # one rank tells
+        if world.rank == 0 < world.world_size - 1:  # one rank speaks for all
             self._evaluations = self._deliveries.evaluations
             self._num_begun = getattr(innermost(world.comm), "num_begun", None)
             self._evaluations.follow(self._num_begun)
@@ -158,8 +158,8 @@ class DeviceIterator:
         self._loop = self._received = None
         if isinstance(error, EndOfChannel):
             if received.last is None and self.num_virtual is not None:  # of a loop that was resumed at its end
-                seed_beside(lane.backend, lane.device, seed_behind(self._parent.seed, self.epoch))
-            self._seed_behind(received)
+                seed_beside(lane.backend, lane.device, seed_after_loop(self._parent.seed, self.epoch))
+            self._seed_after_loop(received)
             lane.progress.has_ended = True
             raise StopIteration from None
         if isinstance(error, StopIteration):  # a loop would end as if the data had
@@ -232,7 +232,7 @@ class DeviceIterator:
         if self._loop is None:
             return True
         while not self._ahead or _is_failed(self._ahead[-1]):
-            # The loop goes on with the random numbers of its batch.
+            # The loop continues with the random numbers of its batch.
             began = perf_counter_ns()
             with self._loop.track.span(FETCH), seeded(0) if self.num_virtual is not None else nullcontext():
                 try:
@@ -281,14 +281,14 @@ class DeviceIterator:
         if self._loop is not None and self._loop.abandon():
             self._loop = None
             if received is not None:
-                self._seed_behind(received)
+                self._seed_after_loop(received)
 
-    def _seed_behind(self, ended: Loop) -> None:
+    def _seed_after_loop(self, ended: Loop) -> None:
         """With virtual ranks, seed the generators as if the loop had not been, where it was within another one;
         otherwise for what comes after it."""
         if ended.last is not None and ended.last.draw is not None:
             around = next(iter(self._deliveries.open_loops()), None)
-            seeding = ended.last.draw.seed_behind if around is None or around.seeding is None else around.seeding
+            seeding = ended.last.draw.seed_after_loop if around is None or around.seeding is None else around.seeding
             seed_beside(self._lane.backend, self._lane.device, seeding())
 
 

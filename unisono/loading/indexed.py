@@ -249,14 +249,14 @@ def _jobs(
             seen = dealt.batches[:1] if isinstance(dealt.batches[0], Permutation) else dealt.batches
             mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in seen if batch])
         jobs = []
-        for part, behind, claim in plans:
+        for part, ahead, claim in plans:
             batch, own = dealt.batches[part.batch], part.stop - part.start
             if part.padding:
                 indices = [batch[place] for place in part.order()]
             else:
                 meant = batch if own == len(batch) else batch[part.start : part.stop]
                 indices = meant if type(meant) is list else list(meant)
-            request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
+            request = Request(indices, (dealt.start + ahead) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
 
@@ -264,9 +264,9 @@ def _jobs(
 def _plan(dealt: Round[Any], place: int, shards: int) -> tuple[Part, int, Claim]:
     """The part of a place in a round, the number of samples before it, and its claim."""
     part = dealt.parts[place]
-    behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
+    ahead = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
     total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
-    return part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
+    return part, ahead, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
 
 
 def _look_at(

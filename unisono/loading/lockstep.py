@@ -38,7 +38,7 @@ from unisono.world import World
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]  # `streams.py` says which of them does when
 
-_SHARED_EVERY = 16  # batches: so many are read again where other ranks continue, or this one by another's state
+_SHARED_EVERY = 16  # batches: at most these are read again where other ranks continue, or this one by another's state
 _REMEMBERED = 1024  # positions; more than one reader is ahead of another
 _ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
 _DIFFERENT = (
@@ -51,7 +51,7 @@ _DIFFERENT = (
 
 class Position(NamedTuple):
     """A number of samples, the marks of the stream up to there, and the dataset's own state, if any. `rest` is 0 if
-    `mark` alone tells the samples apart: other values may be augmented at random."""
+    only `mark` distinguishes the samples: other values may be augmented at random."""
 
     taken: int = 0
     mark: int = 0

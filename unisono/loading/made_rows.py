@@ -22,7 +22,7 @@ class Collated(NamedTuple):
 
 
 def collated(collate: Callable[[Any], Any], samples: Any, count: int, dim: int) -> Collated:
-    """The batch that a `collate_fn` makes of so many samples. It has the number of rows that all fields may have; or
+    """The batch that a `collate_fn` makes of `samples`. It has the number of rows that all fields may have; or
     that of the samples, if more than half of the fields have it, or none shows any. A list holds samples, or a field of
     each; where neither is known, it must have a row of each sample."""
     batch = collate(samples)
@@ -32,14 +32,14 @@ def collated(collate: Callable[[Any], Any], samples: Any, count: int, dim: int) 
     if is_open and type(samples) is list:
         if batch is samples or {*map(id, samples)}.issuperset(map(id, batch)):
             return Collated(batch, len(batch))
-        # Samples made anew would be as many as their fields by accident.
+        # Samples made again would be as many as their fields by accident.
         numbers = {len(each) if isinstance(each, tuple | list) else None for each in samples if each is not None}
         is_open = numbers != {len(batch)} or count == len(batch)
     return Collated(batch, num_rows(batch, count, dim, is_open))
 
 
 def num_rows(batch: Any, samples: int, dim: int, is_open: bool) -> int | None:
-    """The number of rows of a batch made of so many samples; if `is_open`, it is a list of samples, or of fields."""
+    """The number of rows of a batch made of these samples; if `is_open`, it is a list of samples, or of fields."""
     fields = children(batch) if is_container(batch) else [batch]
     if batch is None or not fields:
         return 0

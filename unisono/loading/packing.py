@@ -34,7 +34,7 @@ _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in 
 _ALIGNED = 64  # bytes; torch's own alignment on the CPU
 _SMALL = 1 << 18  # bytes of a batch
 _RING = 1 << 24  # bytes of a ring, at most
-_RINGS = 16  # the free shared memory has room for so many, or there is none
+_RINGS = 16  # the free shared memory has room for this number, or there is none
 _FULL = "unable to allocate shared memory"  # torch's words
 _LITTLE = 1 << 30  # bytes
 
@@ -115,7 +115,7 @@ _rings: dict[int, torch.Tensor] = {}  # in the parent: their memory, by the work
 
 
 def use_ring(slots: int) -> None:
-    """Send small batches of this loader worker through a ring of so many slots from now on; 0: through none, as where
+    """Send small batches of this loader worker through a ring of `slots` from now on; 0: through none, as where
     shared memory is tight."""
     global _ring
     _ring = Ring(slots) if slots and not is_tight() else None

@@ -30,7 +30,7 @@ from unisono.devices import resolve_device, resolve_devices
 from unisono.devices.switches import is_as_in_a_new_thread
 from unisono.errors import BusyError, ClosedError
 from unisono.loading.balance import Balance
-from unisono.loading.bookmark import Bookmark, state_behind
+from unisono.loading.bookmark import Bookmark, state_after
 from unisono.loading.channel import EndOfChannel
 from unisono.loading.device_iterator import DeviceIterator
 from unisono.loading.indexed import IndexedSource
@@ -78,8 +78,8 @@ class ParallelLoader(Dealt):
             DistributedSampler is recognised anyway. This is also the way to get all data on one rank, except for an
             iterable dataset. None: the ranks compare what they read first, and a difference is an error. False: it is
             the same on every rank, though it may look different, since it is augmented at random.
-        virtual_ranks: as for `Accelerator`: what so many ranks would get, of which each rank gets several, one after
-            another, and for one device. None: each rank is one.
+        virtual_ranks: as for `Accelerator`: the batches of this number of ranks, of which each rank gets several, one
+            after another, and for one device. None: each rank is one.
         num_workers: "auto": the loader workers of a DataLoader over a map-style dataset are as many as its loop needs,
             found while it runs, from the number of the DataLoader on; for one device. The batches are those that a
             loader worker makes, bit for bit. Other loaders keep theirs. None: as the DataLoader says.
@@ -215,7 +215,7 @@ class ParallelLoader(Dealt):
         return delivery
 
     def _state_of(self, lane: Lane) -> State:
-        return self.state_dict() if self._begun is None else state_behind(self._source, self._begun, [lane.progress])
+        return self.state_dict() if self._begun is None else state_after(self._source, self._begun, [lane.progress])
 
     def _begin_pass(self) -> None:
         """Start the pass, if it has not begun."""

@@ -90,7 +90,7 @@ class PartReader(IterableDataset[Packed]):
         number = part % row
         if self.by == "stride":
             answer_as_one_rank()
-        if self.goes_on == "stride":  # whoever asks reads the whole stream
+        if self.goes_on == "stride":  # this process reads the whole stream
             number, row = 0, 1
         asked = AskedInfo(number=number, row=row, seed=seed, dataset=dataset, worker=worker)
         use_worker_info(asked)
@@ -100,12 +100,12 @@ class PartReader(IterableDataset[Packed]):
 
     @property
     def row(self) -> int:
-        """The number of loader workers that a dataset in one is told."""
+        """The number of loader workers that a dataset in one of them sees."""
         return len(self.taken.here.parts) if self.by == "stride" else self.taken.here.workers
 
     @property
     def goes_on(self) -> Cutter | None:
-        """What has cut the stream where the pass goes on; None where it begins."""
+        """What has cut the stream where the pass continues; None where it begins."""
         return self.taken.by if self.taken.offset > self.taken.before and self.by != "caller" else None
 
     def __iter__(self) -> Iterator[Packed]:

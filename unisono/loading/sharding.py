@@ -313,7 +313,7 @@ def fingerprint(read: Sequence[Any], again: Sequence[Any] | None = None) -> int:
 
 def distinguish(read: Sequence[Any], again: Sequence[Any] | None = None) -> tuple[list[Any], bool]:
     """What distinguishes loaded batches or samples from others, and whether it differs among them: of the values of
-    `glimpse`, their integers and texts. Where each of these is the same in all of them (a sampling rate), they tell
+    `glimpse`, their integers and texts. Where each of these is the same in all of them (a sampling rate), they show
     nothing, and fractions and bytes count, too. If the same was read `again`, what differs there is random, and does
     not count."""
     columns, differs = [], False

@@ -51,7 +51,7 @@ _ALIGNED = 64  # elements
 
 _COUNTING = ("torchdata.", "streaming.base.", "litdata.")
 _OF_LITDATA = "_set_use_streaming_dataloader"  # of datasets whose batches its loader takes apart
-_STATE_SHARE = 50  # of the time of a loop, its loader's states take one in so many
+_STATE_SHARE = 50  # to take a loader's states costs at most this fraction of a loop's time: one in 50
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ class Source(ABC):
 
 
 def one_by_one(begun: Begun, rule: Rule, virtual: VirtualRanks, seed: int, reads_here: bool) -> Iterator[list[Piece]]:
-    """The pieces of each round one after another; the position behind all but the last is that before the round.
+    """The pieces of each round one after another; all but the last have the position before the round.
 
     A rank that carries fewer than others gets a batch again, which does not count; nor does that of a witness.
 
@@ -172,7 +172,7 @@ def one_by_one(begun: Begun, rule: Rule, virtual: VirtualRanks, seed: int, reads
             pieces = next(begun.pieces, None)
         if pieces is None:
             return
-        witnesses, behind = rule.witnesses(place), pieces[-1].position
+        witnesses, after = rule.witnesses(place), pieces[-1].position
         turns = [*zip(rule.kept, pieces, strict=False), *[(rule.count, pieces[0])] * (virtual.turns - len(rule.kept))]
         several = [*enumerate(turns, WITNESS + 1)]
         if witnesses is not None:
@@ -180,8 +180,8 @@ def one_by_one(begun: Begun, rule: Rule, virtual: VirtualRanks, seed: int, reads
         for turn, (rank, piece) in several:
             draw = Draw(*at, rank, virtual, turn, witnesses, piece.claim.samples)
             made = piece if draw.counts else _uncounted(piece)
-            yield [made._replace(position=behind if draw.ends_round else before, draw=draw)]
-        before = behind
+            yield [made._replace(position=after if draw.ends_round else before, draw=draw)]
+        before = after
 
 
 def _uncounted(piece: Piece) -> Piece:
@@ -213,12 +213,12 @@ class PlainSource(Source):
         loaded = self._load(epoch, position, rule)
         kept = KeptState(self._loader, loaded) if self._is_stateful else None
 
-        def behind(offset: int, batches: int, first: int) -> State:
+        def after(offset: int, batches: int, first: int) -> State:
             own = {} if kept is None else kept.position()
             return {"offset": offset, "batches": before + batches, "first": first, **own}
 
         made = loaded if kept is None else iter(kept)
-        return Begun(epoch, position, rounds_of_loaded(made, rule, self._dim, position["offset"], behind, first))
+        return Begun(epoch, position, rounds_of_loaded(made, rule, self._dim, position["offset"], after, first))
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position must say how many batches precede it."""
@@ -240,7 +240,7 @@ class PlainSource(Source):
         if done:
             kind = type(self._loader).__name__
             logger.warning("the loop reads and discards the first %d samples of %s: it has no state_dict", done, kind)
-        return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
+        return _after(zip(iter(self._loader), repeat(None)), done, self._dim)
 
 
 class KeptState:
@@ -270,7 +270,7 @@ class KeptState:
 
 
 def _continued(batches: Iterator[Any], position: State, kind: str) -> Iterator[Loaded]:
-    """The batches of a loader that has loaded a state, after those that were delivered behind that state."""
+    """The batches of a loader that has loaded a state, after those that were delivered since that state."""
     last = [*islice(batches, position.get("since", 0))][-1:]
     if last and mark_of(glimpse(last[0])) != position["mark"]:
         logger.warning(
@@ -305,7 +305,7 @@ class ItemSource(PlainSource):
         return ((item.unwrap() if type(item) is Outcome else item, None) for item in items)
 
 
-def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:
+def _after(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:
     """The batches after the first `samples` samples, beginning with the rest of a batch that this boundary cuts."""
     for batch, known in loaded:
         size = measure(batch, dim, known) if samples else None
@@ -332,12 +332,12 @@ def rounds_of_loaded(
     rule: Rule,
     dim: int,
     offset: int,
-    behind: Callable[[int, int, int], Any],
+    after: Callable[[int, int, int], Any],
     first: int | None = None,
 ) -> Iterator[list[Piece]]:
     """The pieces that this process keeps of each round of loaded batches, after `offset` samples of the epoch.
-    `behind(samples, batches, first)` is the position after a round: after so many samples of the epoch and so many of
-    these batches; `first` is the size of the epoch's first batch, also the size to pad to."""
+    `after(samples, batches, first)` is the position after a round: the samples of the epoch, and the batches of this
+    pass, up to its end; `first` is the size of the epoch's first batch, also the size to pad to."""
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     is_thorough = rule.is_compared
@@ -355,7 +355,7 @@ def rounds_of_loaded(
                 seen = [glimpse(batch) for batch in batches]
             mark = mark_of(dealt.start, dealt.sizes, seen)
         done += len(batches)
-        position = behind(dealt.stop * rule.shards, done, first)
+        position = after(dealt.stop * rule.shards, done, first)
         whole = Round(batches, *dealt[1:])
         pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept_of(number)]
         if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total

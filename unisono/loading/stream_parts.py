@@ -107,7 +107,7 @@ def twin_of(dataset: Any) -> Any:
 
 
 def part_of(dataset: Any, rank: int, ranks: int) -> Any:
-    """The dataset as that rank of so many reads it; None if it cannot be cut so."""
+    """The dataset as that rank of `ranks` reads it; None if it cannot be cut so."""
     if hasattr(dataset, "_distributed") and is_of(dataset, "datasets"):
         if dataset._distributed is None:
             if ranks == 1:
@@ -142,7 +142,7 @@ def why_not_cut(dataset: Any) -> str:
     """Why `part_of` is None for it, and the way out."""
     if isinstance(dataset, Whole):
         name = type(dataset.loader).__name__
-        return f"the stages of a {name} behind its loader workers cannot do so again: put them before, into the dataset"
+        return f"the stages of a {name} after its loader workers cannot do so again: put them before, into the dataset"
     return (
         f"a {type(dataset).__name__} cannot make another rank's part again: give it a method shard(num_shards, index), "
         "which returns that part, or let it ask torch.utils.data.get_worker_info() for num_workers"

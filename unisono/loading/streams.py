@@ -117,13 +117,13 @@ class StreamSource(Source):
             if not self.is_uneven:
                 stream.check_ends()
 
-        def behind(*_: int) -> Any:
+        def after(*_: int) -> Any:
             return read if self.is_uneven else stream.position.to_state()
 
         if self.is_uneven:  # a round is one batch of this rank
             rule = Rule(tail=rule.tail, fixed_batch_size=rule.fixed_batch_size)
         full = size if rule.tail == "pad" else None
-        pieces = rounds_of_loaded(loaded(), rule, dim, before.offset, behind, full)
+        pieces = rounds_of_loaded(loaded(), rule, dim, before.offset, after, full)
         return Begun(epoch, taken.to_state(), pieces, stream)
 
     def compare(self, world: World) -> None:
@@ -176,7 +176,7 @@ class StreamSource(Source):
         is_begun = before.offset > before.before
         if before.keeps_parts:
             return (dataset, "dataset") if before.is_of_rank else (part_of(dataset, 0, 1), "stride")
-        # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
+        # An epoch that began by stride continues by stride: parts that the dataset cuts hold other samples.
         if is_begun and before.by == "stride":
             return part_of(dataset, 0, 1), "stride"
         if ranks == 1:
@@ -228,7 +228,7 @@ class StreamSource(Source):
     ) -> Iterator[Made]:
         number = loader.num_workers
         if not number and reader.goes_on == "worker" and reader.row > 1:
-            number = 1  # elsewhere, the dataset cannot be told which part it reads
+            number = 1  # elsewhere, nothing can say to the dataset which part it reads
             if self._rank == 0:
                 logger.warning("the stream was cut by the numbers of loader workers: one reads it until the epoch ends")
         if not number:

@@ -62,7 +62,7 @@ class Tuner:
         return self.wanted > 0
 
     def need(self, fewest: int) -> None:
-        """It takes so many workers at least."""
+        """It takes at least this number of workers."""
         if self.wanted < fewest:
             self.begin(fewest)
 
@@ -146,16 +146,16 @@ class Tuner:
 
     def _serve(self, begin: Any, requests: Iterator[Any], number: int, shared: _Requests, values: Any) -> Iterator[Any]:
         while True:
-            behind: Any = None
+            following: Any = None
             for value in values:
                 yield value
                 del value
-                if behind is None and number != (number := self.wanted):
+                if following is None and number != (number := self.wanted):
                     shared.is_over, shared = True, _Requests(requests)
-                    behind = begin(number, shared)
-            if behind is None:
+                    following = begin(number, shared)
+            if following is None:
                 return
-            values = behind
+            values = following
 
 
 class _Requests:

@@ -93,7 +93,7 @@ class Unthreaded:
         return moved
 
     def _is_slow(self, reading: int, computing: int) -> bool:
-        """Whether the reader is to take over, after a batch that took so many nanoseconds, and the step before it."""
+        """Whether the reader is to take over, given the nanoseconds of a batch, and of the step before it."""
         if self._has_workers is not None:
             return self._has_workers()
         if reading <= SWITCH_NS or _costs_little(computing, reading):

@@ -106,7 +106,7 @@ class WorkerPool:
         """Begin one pass, by the DataLoader's `num_workers`, or by another `number` of them; return the workers'
         values, unpacked. Workers are started here, in the calling thread. `requests` ask a map-style dataset for each
         value; `describe` names the samples of the awaited one. If it `skips`, a value that cannot be made is the
-        failure, and the pass goes on."""
+        failure, and the pass continues."""
         wait = _Wait(self._timeout_s, describe)
         number = number or self._options["num_workers"]
         loader: Any = self._idle.pop() if self._idle else None

@@ -1,4 +1,4 @@
-"""What rank zero knows of a run while it goes on, in a few words."""
+"""What rank zero knows of a run that is going, in a few words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE = 200  # times as long as the last comparison took: when the next one 
 
 
 class LiveFigures:
-    """What rank zero knows of the run while it goes on, from the counters of its own timeline.
+    """What rank zero knows of the run meanwhile, from the counters of its own timeline.
 
     *Threads:* the loop's; `_find_slowest` runs on the one that writes the record.
     """

@@ -323,7 +323,7 @@ def test_ranks_of_other_launchers_sign_by_the_variable_or_warn_without_it(tmp_pa
         monkeypatch.setenv("UNISONO_RDZV_SECRET", secret)
     for rank, (code, output, errors) in enumerate(run_two(tmp_path / "signing.py")):
         assert (code, output) == (0, f"{bool(secret)} {[bool(secret)]}\n"), errors
-        assert ("the ranks have no secret: whoever reaches" in errors) == (secret is None and rank == 0), errors
+        assert ("the ranks have no secret: anyone who reaches" in errors) == (secret is None and rank == 0), errors
         assert ("; set UNISONO_RDZV_SECRET to the same random text for" in errors) == (secret is None and rank == 0)
 
 

@@ -171,7 +171,7 @@ def test_a_cut_off_machine_is_given_up_after_the_set_time_and_taken_back(
         if nodes == "2":
             told += r"waiting for the agent of that machine to be started again, for 600 s\n"
         assert re.search(told + r"\Z", errors)
-        assert errors.startswith("without a secret, whoever reaches 10.77.0.1:29400")
+        assert errors.startswith("without a secret, anyone who reaches 10.77.0.1:29400")
         assert errors.count("\n") == 1 + told.count("\\n")  # a restart with its cause, and no tracebacks
         assert first.survivors() == [] == second.survivors()
 

@@ -93,7 +93,7 @@ class MeetingPoint:
         if difference := self.notes.find_difference():
             actions = difference.values()
             if _ENDED in actions and not any(map(is_of_loop, actions)):
-                return {}  # a rank that waits for one that has ended is told so
+                return {}  # a rank that waits for one that has ended learns so
             with contextlib.suppress(dist.DistNetworkError):
                 self.meet(_GRACE_S)
                 raise self._mismatch(difference)
@@ -187,7 +187,7 @@ class MeetingPoint:
 
     def _say_that_it_waits(self, rank: int, is_told: bool) -> bool:
         """Let this process's other groups know that it waits in this one. Warn if that rank may wait for this one;
-        returns whether it was told."""
+        returns whether the user has been warned."""
         for each in list(_open):
             if each is not self and not each.is_closed:
                 each._set_elsewhere(True)
@@ -197,7 +197,7 @@ class MeetingPoint:
         logger.warning(
             "rank %d has waited %g s for rank %d in a collective%s, and rank %d %s: they may wait for each other, "
             "since in shared memory a collective with async_op=True is complete when it returns; begin them in one "
-            "order on all ranks, or let them go on by `unisono run --process-group gloo`",
+            "order on all ranks, or let them continue by `unisono run --process-group gloo`",
             *(self.rank, _SAY_S, rank, f", {place}" if (place := describe_call(own_frames())) else "", rank),
             "waits in a collective of another group" if waits_elsewhere else "may wait for a message of this one",
         )

@@ -121,7 +121,7 @@ def _mark(place: RankPlace) -> str:
 
 
 def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | None:
-    """What the environment tells an agent about the other machines; None if it names none; ValueError if a variable is
+    """The other machines that the environment announces to an agent; None if it names none; ValueError if a variable is
     invalid, or a SLURM step has several tasks on a machine."""
     environ = os.environ if environ is None else environ
     return _pod_agent(environ) or _slurm_agent(environ)

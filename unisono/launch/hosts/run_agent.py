@@ -75,7 +75,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         use_secret(options.secret)
         if is_host and not options.secret:
             logger.warning(
-                "without a secret, whoever reaches %s, or a port of a rank, can run code in the ranks; without "
+                "without a secret, anyone who reaches %s, or a port of a rank, can run code in the ranks; without "
                 "--rdzv-insecure they sign what they send",
                 options.endpoint,
             )

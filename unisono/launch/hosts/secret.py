@@ -60,7 +60,7 @@ def _file_of_user(endpoint: str, max_nodes: int) -> Path:
         reason = f" (there can be no ~/{_FILE}: {error})"
     raise ValueError(
         f"--nnodes {max_nodes} needs a secret, with which the machines sign what they send: without one, "
-        f"whoever reaches {endpoint} could run code in the ranks{reason}. Make a file, and copy it to the machines "
+        f"anyone who reaches {endpoint} could run code in the ranks{reason}. Make a file, and copy it to the machines "
         f"that do not see it:\n  (umask 077; head -c 32 /dev/urandom | base64 > ~/{_FILE})\nor name another by "
         f"--rdzv-secret-file; or set {SECRET} in the environment of all agents; or pass --rdzv-insecure, if nobody "
         "else can reach their network"

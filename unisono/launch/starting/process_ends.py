@@ -75,7 +75,7 @@ def close_files(made_before: list[None]) -> None:
     """Close what a script has left open, as the end of an interpreter does: what was written last is still in the
     file's buffer. Standard streams are flushed. To be called before `os._exit`, with a list that was made before the
     script: it is frozen, with the script's files, if that has called `gc.freeze()`."""
-    # `gc.get_freeze_count()` would tell as well, but goes through all that was ever imported.
+    # `gc.get_freeze_count()` would show it as well, but goes through all that was ever imported.
     if not any(each is made_before for each in gc.get_objects()):
         gc.unfreeze()
     files: list[io.IOBase] = []

@@ -86,7 +86,7 @@ class VirtualFSDPEngine(VirtualEngine, FSDPEngine):
 
     def begin_pass(self, reduces: bool, visit: Visit) -> None:
         super().begin_pass(reduces, visit)
-        queue_callback(weak_method(self._show))  # behind the one that ends the pass
+        queue_callback(weak_method(self._show))  # after the one that ends the pass
 
     def note_dropped(self, dropped: set[int]) -> None:
         super().note_dropped(dropped)

@@ -109,7 +109,7 @@ class VirtualBuffers:
     def forget(self) -> None:
         """No step has begun."""
         self._begin: list[torch.Tensor] | None = None  # those at the beginning of the step
-        self._behind = dict[int, list[torch.Tensor]]()  # by the turn of a batch: those behind its forward passes
+        self._after_batch = dict[int, list[torch.Tensor]]()  # by the turn of a batch: those after its forward passes
         self.turn: int | None = None  # that of the batch whose buffers the module has
         self.means: Tensors | None = None  # what they are after the step, once known; a forward pass drops it
 
@@ -127,7 +127,7 @@ class VirtualBuffers:
             return
         else:
             self._keep()
-            for each, value in zip(buffers, self._behind.get(turn, self._begin), strict=True):
+            for each, value in zip(buffers, self._after_batch.get(turn, self._begin), strict=True):
                 if each.shape != value.shape:
                     raise RuntimeError(
                         f"a buffer of the {self._name} has grown from {list(value.shape)} to {list(each.shape)}, and "
@@ -138,10 +138,10 @@ class VirtualBuffers:
 
     def _keep(self) -> None:
         if self.turn is not None:
-            self._behind[self.turn] = [each.clone() for each in self._members.buffers()]
+            self._after_batch[self.turn] = [each.clone() for each in self._members.buffers()]
 
     def _of(self, turn: int) -> list[torch.Tensor]:
-        return self._behind.get(turn, self._begin or [])
+        return self._after_batch.get(turn, self._begin or [])
 
     def sums(self, virtual: VirtualRanks) -> dict[Node, Tensors]:
         """The sums of those of floats, as the virtual ranks that this rank carries have left them."""
@@ -185,7 +185,7 @@ def fold(
     of_ranks = [sums_of(own, virtual.count) for own in virtual.table]
     nodes = of_ranks[virtual.rank]
     are_two = [*map(len, of_ranks)] == [1, 1]  # one sum each, and a + b is b + a
-    # Large gradients are added where they are, behind the first vector.
+    # Large gradients are added where they are, after the first vector.
     large = [each for each in keys if are_two and each.requires_grad and each.nbytes >= _LARGE]
     apart = set(map(id, large))
     for bucket in [*buckets([each for each in keys if id(each) not in apart]), *([each] for each in large)]:
@@ -201,7 +201,7 @@ def fold(
 
 
 def _flatten(bucket: list[torch.Tensor], values: Tensors, room: int) -> torch.Tensor:
-    """The values of a bucket, one after another, and so many zeros; of a single large one its own memory, if it can."""
+    """The values of a bucket, one after another, and `room` zeros; of a single large one its own memory, if it can."""
     found = map(values.get, bucket)
     pieces = [
         (torch.zeros_like(each) if one is None else one).reshape(-1) for each, one in zip(bucket, found, strict=True)

@@ -1,5 +1,5 @@
-"""Witnesses: once in so many steps, each rank computes a batch of the next rank as well, and the gradients of both are
-compared.
+"""Witnesses: every `witness_every` steps, each rank computes a batch of the next rank as well, and the gradients of
+both are compared.
 
 What two ranks compute of one virtual rank has the same bits, so a difference is silent data corruption: a device that
 computes wrong, and reports no error (Dixit et al., "Silent Data Corruptions at Scale", 2021).

@@ -27,7 +27,7 @@ __getattr__ = left_out(__name__)
 
 class PerDeviceLoader:
     """The batches of one device, once. Each `next` first ends a step (`mark_step`), as does the one after the last
-    batch; or every so many, `batches_per_execution`."""
+    batch; or every `batches_per_execution` batches."""
 
     def __init__(self, iterator: DeviceIterator, batches_per_execution: int = 1) -> None:
         self._iterator, self._per_step = iterator, batches_per_execution
