@@ -41,6 +41,7 @@ _ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 _WORKER = "torch.utils.data._utils.worker"
 _AGENT = "torch.distributed.elastic.agent.server.SimpleElasticAgent"
 _RENDEZVOUS = "torch.distributed.elastic.rendezvous"
+_MEETING = f"{_RENDEZVOUS}.dynamic_rendezvous"
 _GROUPS = "torch.distributed.distributed_c10d"
 _SCHEDULER = "torch.optim.lr_scheduler"
 
@@ -141,7 +142,10 @@ NAMES = {  # ours: (torch's, what we do by it)
     "STOP_WORKERS": (f"{_AGENT}._stop_workers", "runs on several machines"),
     "SHUTDOWN": (f"{_AGENT}._shutdown", "runs on several machines"),
     "create_backend": (f"{_RENDEZVOUS}.c10d_rendezvous_backend.create_backend", "signs what agents agree on"),
-    "create_handler": (f"{_RENDEZVOUS}.dynamic_rendezvous.create_handler", "signs what agents agree on"),
+    "create_handler": (f"{_MEETING}.create_handler", "signs what agents agree on"),
+    "POLL_DELAY": (f"{_MEETING}._delay", "lets machines meet without a wait of a second"),
+    "STATE_HOLDER": (f"{_MEETING}.DynamicRendezvousHandler._state_holder", "lets machines meet without such a wait"),
+    "CACHE_DURATION": (f"{_MEETING}._BackendRendezvousStateHolder._cache_duration", "lets them meet without that wait"),
     "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
     # Strategies.
     "ACTIVE": ("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "cuts graphs at buckets"),
@@ -153,7 +157,10 @@ NAMES = {  # ours: (torch's, what we do by it)
     "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
     "FSDP_STATE": ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "continues after a forward pass that failed"),
 }
-INSTEAD = {"set_lru_cache": "torch 2.9: ranks that are threads compile no models"}
+INSTEAD = {
+    "set_lru_cache": "torch 2.9: ranks that are threads compile no models",
+    **dict.fromkeys(("POLL_DELAY", "STATE_HOLDER", "CACHE_DURATION"), "machines take a second longer to meet"),
+}
 
 OUTPUTS = "_input_metadata"  # of torch.autograd.graph.Node
 

@@ -182,6 +182,7 @@ class Agent(SimpleElasticAgent):
         while (found := self.others.round.decide(verdict, time.monotonic())) is None:
             if is_well:  # torch's agent would wait minutes for the others, ignoring their reports
                 return self._wait()
+            self.others.listen_now()  # for the cause
             time.sleep(LOOK_S)
         self.verdict = found
         if is_well and found is verdict:

@@ -84,6 +84,10 @@ class OtherMachines:
         if is_news and any(facts.get(name) for name in ("stacks", "verdict", "is_done", "is_leaving")):
             self._has_news.set()
 
+    def listen_now(self) -> None:
+        """Take the others' reports now, without waiting for the next beat."""
+        self._has_news.set()
+
     @contextlib.contextmanager
     def attended(self, is_host: bool) -> Iterator[None]:
         """End all communication when the block ends. If this machine serves the endpoint, all reports are lost when it

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from unisono.comm.outcome import Outcome
@@ -46,7 +47,7 @@ from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.watching.log_directory import make_log_directory, name_run
-from unisono.torch_private import create_backend, create_handler
+from unisono.torch_private import CACHE_DURATION, POLL_DELAY, STATE_HOLDER, create_backend, create_handler
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 # Otherwise the agent serves a second store, at the port that scripts assume to be free.
@@ -88,6 +89,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         sealed.on_state = left_out = LeftOut(parameters)
         stack.callback(sealed.close)
         handler = create_handler(store, sealed, parameters)
+        _look_often(handler)
         spec = WorkerSpec(
             role="worker",
             local_world_size=job.place.local_world_size,
@@ -133,6 +135,14 @@ def _parameters(options: MachineOptions) -> RendezvousParameters:
         # The store is served here, see `serves_endpoint`; torch would serve it on all interfaces.
         **{**settings, **options.rdzv_conf, "is_host": "false"},
     )
+
+
+def _look_often(handler: Any) -> None:
+    """Let an agent that waits for others look for them as often as it looks at its workers; torch: once a second, so
+    that each start of the workers takes one or two seconds more."""
+    if POLL_DELAY and STATE_HOLDER and CACHE_DURATION:
+        setattr(dynamic_rendezvous, POLL_DELAY, lambda seconds: time.sleep(LOOK_S))
+        setattr(getattr(handler, STATE_HOLDER), CACHE_DURATION, LOOK_S)
 
 
 def _run(agent: Agent, options: MachineOptions, left_out: LeftOut) -> Outcome[Any]:
