@@ -173,7 +173,7 @@ pytest_plugins = ["running_again", "time_limit"]
 
 def pytest_configure():
     import time_limit
-    time_limit.ENDED_AFTER_S, time_limit._OUTPUT_S = 15.0, 5.0
+    time_limit.ENDED_AFTER_S, time_limit._OUTPUT_S = 8.0, 3.0
 """
 HANGING = """
 import ctypes, threading
@@ -205,7 +205,7 @@ def test_fails_among_processes():
     spawn(say, nprocs=2)
     raise AssertionError
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(10)
 def test_hangs_in_a_worker():
     spawn(stand_in_a_worker, nprocs=2)
 
