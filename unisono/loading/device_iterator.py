@@ -306,7 +306,7 @@ def _is_failed(ahead: Outcome[Delivery]) -> bool:
 
 def _lengths(iterator: weakref.ref[DeviceIterator]) -> tuple[int, int] | None:
     alive = iterator()
-    return None if alive is None else alive._parent.lengths()
+    return None if alive is None else alive._parent._plan.lengths()
 
 
 def _tail(iterator: weakref.ref[DeviceIterator]) -> tuple[int, int] | None:

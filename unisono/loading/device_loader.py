@@ -69,7 +69,7 @@ class DeviceLoader(Dealt):
 
     def __iter__(self) -> DeviceIterator:
         """Return the next loop. It counts as an epoch once it draws a batch: some progress bars call `iter` twice."""
-        source = self._never_begun._loader
+        source = self._given
         # A SampleGenerator is an iterator, too, but can be looped over again: its `iter` returns another one.
         if isinstance(source, Iterator) and iter(source) is source and any(each.rounds for each in self._loops):
             raise RuntimeError(
@@ -87,9 +87,13 @@ class DeviceLoader(Dealt):
         return len(self._never_begun)
 
     @property
+    def _given(self) -> Any:
+        return self._never_begun._plan.loader
+
+    @property
     def tuner(self) -> Tuner | None:
         """What finds the number of its loader workers; None without `num_workers="auto"`."""
-        return self._never_begun.tuner
+        return self._never_begun._plan.tuner
 
     @property
     def num_virtual(self) -> int | None:
@@ -98,19 +102,19 @@ class DeviceLoader(Dealt):
 
     def num_skipped(self) -> int:
         """The number of batches before the position at which the next loop begins; 0 if it is unknown."""
-        return self._never_begun.num_skipped()
+        return self._never_begun._plan.num_skipped()
 
     def __getattr__(self, name: str) -> Any:
         """The attributes of the user's loader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""
         # If `__init__` has failed, `_never_begun` is missing, and reading it here would recurse.
         if not name.startswith("_") and "_never_begun" in self.__dict__:
-            return getattr(self._never_begun._loader, name)
+            return getattr(self._given, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """ValueError for an attribute of the user's loader, which is read when this one is made."""
-        if not name.startswith("_") and "_never_begun" in self.__dict__ and hasattr(self._never_begun._loader, name):
-            kind = type(self._never_begun._loader).__name__
+        if not name.startswith("_") and "_never_begun" in self.__dict__ and hasattr(self._given, name):
+            kind = type(self._given).__name__
             raise ValueError(
                 f"{name} was set on a prepared loader (a DeviceLoader), which reads its {kind} when it is made; make a "
                 f"{kind} with the {name} that you want, and prepare that"
@@ -121,7 +125,7 @@ class DeviceLoader(Dealt):
         raise TypeError(NO_COPY.format(type(self).__name__))
 
     def __repr__(self) -> str:
-        return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
+        return f"DeviceLoader({self._given!r}, {str(self._device)!r})"
 
     def state_dict(self) -> State:
         """Return the position of the loop, after the last batch that it received; as for `ParallelLoader`."""

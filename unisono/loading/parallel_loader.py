@@ -16,33 +16,26 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from typing import Any, Unpack
 
 import torch
 
-from unisono.arguments import check_integer, check_type, explain_unknown_names
-from unisono.comm.operations import LOOP
+from unisono.arguments import check_integer, explain_unknown_names
 from unisono.comm.thread_start import check_threads
-from unisono.devices import resolve_device, resolve_devices
+from unisono.devices import resolve_device
 from unisono.devices.switches import is_as_in_a_new_thread
 from unisono.errors import BusyError, ClosedError
-from unisono.loading.balance import Balance
 from unisono.loading.bookmark import Bookmark, state_after
 from unisono.loading.channel import EndOfChannel
 from unisono.loading.device_iterator import DeviceIterator
 from unisono.loading.indexed import IndexedSource
-from unisono.loading.loader_options import NO_COPY, Dealt, LoaderOptions, check_num_workers, make_rule
+from unisono.loading.loader_options import NO_COPY, Dealt, LoaderOptions
+from unisono.loading.loader_plan import LoaderPlan
 from unisono.loading.lockstep import Lockstep
 from unisono.loading.pipeline import Delivery, Lane, Pace, Pipeline
-from unisono.loading.registry import check_order, source_of, warn_of_repetition
-from unisono.loading.sharding import Rule
+from unisono.loading.registry import warn_of_repetition
 from unisono.loading.sources import Begun, Progress, State, one_by_one
-from unisono.loading.stream_parts import loader_behind
-from unisono.loading.streams import StreamSource
-from unisono.loading.tuning import Tuner
 from unisono.loading.unthreaded import Unthreaded
 from unisono.report.timeline import LoopPlace
 from unisono.world import World, current_world
@@ -103,69 +96,16 @@ class ParallelLoader(Dealt):
         loops: Sequence[World] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        if isinstance(loader, Dealt | DeviceIterator):
-            raise TypeError(
-                f"loader={loader!r} is of type {type(loader).__name__}, which is sharded already; pass its DataLoader"
-            )
-        if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping | torch.Tensor):
-            raise TypeError(
-                f"loader={loader!r:.200} is of type {type(loader).__name__}; pass a DataLoader, or an iterable of "
-                "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
-            )
-        self._prefetch = check_integer(options.get("prefetch", 8), "prefetch", 0)
-        self._batch_dim = options.get("batch_dim", 0)
-        check_type(self._batch_dim, "batch_dim", "pass a dimension, 0 for the first", int)
-        self._devices = resolve_devices(devices)
-        self._world = world or current_world()
-        if len(self._devices) > 1 and self._world.world_size > 1:
-            raise ValueError(
-                f"devices={[str(device) for _, device in self._devices]} in a world of {self._world.world_size} ranks: "
-                "each rank has one device; pass [current_world().device]"
-            )
-        self._loader = loader
-        self._read = loader_behind(loader)  # held here, since its source does not
+        self._plan = LoaderPlan(loader, devices, world or current_world(), options)
         self._loops = loops
-        self._maker = threading.current_thread()
-        self._rule = make_rule(self._world, len(self._devices), self._read, options)
-        if self._rule.is_compared:
-            check_order(loader, self._world)
-        virtual = self._rule.virtual
-        self.num_virtual = None if virtual is None else virtual.count
-        self._in_turn = 1 if virtual is None else virtual.each  # batches of a round, for each device
-        self._balance: Balance | None = None
-        sources, seed = options.get("sources"), options.get("seed")
-        find_source = source_of if sources is None else sources.of
-        if seed is not None:
-            check_type(seed, "seed", "pass an integer, or None for the loader's own", Integral)
-            seed = int(seed)  # so that a state can be written to any file format
-        self._source = find_source(self._read, self._world, self._batch_dim, seed)
-        if not self._prefetch and (len(self._devices) > 1 or self._source.is_uneven):
-            raise ValueError(
-                "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one stream, "
-                "cannot do; pass a size of at least 1"
-            )
-        self.tuner = self._tuner_of(options.get("num_workers"))
-        self._bookmark, self._pace = Bookmark(self._source, self._rule), Pace()
-        # Another source could not begin in the middle of an epoch without reading what comes before.
-        if virtual is not None and virtual.balances and isinstance(self._source, IndexedSource):
-            self._balance = Balance(self._world)
+        self._bookmark, self._pace = Bookmark(self._plan.source, self._plan.rule), Pace()
         self._prepare_pass()
-
-    def _tuner_of(self, given: Any) -> Tuner | None:
-        check_num_workers(given)
-        if given is None or not isinstance(self._source, IndexedSource):
-            return None
-        if len(self._devices) > 1:
-            raise ValueError(f"num_workers='auto' is for a loop over one device, and there are {len(self._devices)}")
-        tuner = self._source.tune(self._loader)  # type: ignore[arg-type]
-        self._world.timeline.tuned[id(tuner)] = tuner.describe
-        return tuner
 
     def _prepare_pass(self) -> None:
         # Replicas have a thread each; other loops over several devices may be one after another.
-        may_overflow = self._loops is None and len(self._devices) > 1
-        self._pipeline = Pipeline(self._prefetch, may_overflow)
-        for place, (backend, device) in enumerate(self._devices):
+        may_overflow = self._loops is None and len(self._plan.devices) > 1
+        self._pipeline = Pipeline(self._plan.prefetch, may_overflow)
+        for place, (backend, device) in enumerate(self._plan.devices):
             lane = Lane(self._pipeline, device, backend, self._loop_world(place).timeline)
             self._pipeline.lanes.append(lane)
         self._pipeline.lanes[0].pace = self._pace
@@ -192,7 +132,7 @@ class ParallelLoader(Dealt):
         place = names.index(name)
         lane, world = self._pipeline.lanes[place], self._loop_world(place)
         receive, state = partial(self._receive_for, place), partial(self._state_of, lane)
-        return DeviceIterator(self, lane, world, receive, state, self._balance, self.tuner)
+        return DeviceIterator(self, lane, world, receive, state, self._plan.balance, self._plan.tuner)
 
     def _receive_for(self, place: int) -> Delivery:
         # Without the lock, which each batch would pay for; `_begin_pass` checks again.
@@ -209,13 +149,14 @@ class ParallelLoader(Dealt):
         delivery = None
         with suppress(EndOfChannel):
             delivery = self._receivers[place]()
-        self._world.comm.announce(f"{self._words}, round {delivery.claim.mark if delivery else 0:08x}")
+        self._plan.world.comm.announce(f"{self._words}, round {delivery.claim.mark if delivery else 0:08x}")
         if delivery is None:
             raise EndOfChannel
         return delivery
 
     def _state_of(self, lane: Lane) -> State:
-        return self.state_dict() if self._begun is None else state_after(self._source, self._begun, [lane.progress])
+        begun, source = self._begun, self._plan.source
+        return self.state_dict() if begun is None else state_after(source, begun, [lane.progress])
 
     def _begin_pass(self) -> None:
         """Start the pass, if it has not begun."""
@@ -224,81 +165,55 @@ class ParallelLoader(Dealt):
         with self._starting:
             if self._receivers:
                 return
-            if self._world.rank == 0:
-                warn_of_repetition(self._loader, self._source)
+            if self._plan.world.rank == 0:
+                warn_of_repetition(self._plan.loader, self._plan.source)
             try:
                 self._start_pass()
             except BaseException:
                 if self._begun is not None:
                     # No batch was delivered, so the epoch that was to begin is still the next one.
-                    self._source.seek(self._begun.epoch, self._begun.position, self._rule)
+                    self._plan.source.seek(self._begun.epoch, self._begun.position, self._plan.rule)
                     self._is_closed = True
                 raise
 
     def _start_pass(self) -> None:
-        if self._prefetch:  # threads may start later; or never, if no batch takes long
+        plan, source = self._plan, self._plan.source
+        if plan.prefetch:  # threads may start later; or never, if no batch takes long
             check_threads("a loop over a loader")
         # A rank that loops alone would get its part of the data only. A helper thread's loop begins at any time.
-        own = threading.main_thread() if self._world.is_of_processes else self._maker
-        if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
-            self._meet_others()
-        rule = self._rule if self._rule.virtual is None else self._numbered(self._rule)
-        if self._balance is not None:
-            self._balance.restart()
-            if self._balance.virtual is not None and torch.is_grad_enabled():  # the loop seems to train
-                rule = rule.carried_as(self._balance.virtual)
+        own = threading.main_thread() if plan.world.is_of_processes else plan.maker
+        if plan.rule.count > 1 and self._loops is None and threading.current_thread() is own:
+            self._words = plan.meet_others()
+        rule = plan.rule_of_next_pass()
         # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
         pipeline, lane = self._pipeline, self._pipeline.lanes[0]
-        may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
-        may_stay = may_stay and is_as_in_a_new_thread()
+        may_stay = len(plan.devices) == 1 and lane.is_direct and not source.is_uneven and is_as_in_a_new_thread()
         has_workers = None
-        if self.tuner is not None:
+        if plan.tuner is not None:
             # In another thread than the loop's, the dataset would meet the generators while the loop draws from them.
-            self._source.begin_tuned(may_stay and rule.virtual is None)  # type: ignore[attr-defined]
-            has_workers = self.tuner.has_workers
-        begun = self._source.begin(rule)
-        reads_here = not (has_workers() if has_workers else getattr(self._read, "num_workers", 0))
+            source.begin_tuned(may_stay and rule.virtual is None)  # type: ignore[attr-defined]
+            has_workers = plan.tuner.has_workers
+        begun = source.begin(rule)
+        reads_here = not (has_workers() if has_workers else getattr(plan.read, "num_workers", 0))
         if rule.virtual is not None:
             # What other loaders draw, with workers or without, is drawn in the thread that reads.
-            reads_here = reads_here or not isinstance(self._source, IndexedSource)
+            reads_here = reads_here or not isinstance(source, IndexedSource)
             begun = begun._replace(pieces=one_by_one(begun, rule, rule.virtual, self.seed, reads_here))
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
-        self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
-        may_stay = may_stay and reads_here
+        self._bookmark.open(self._begun, [each.progress for each in pipeline.lanes])
         # With virtual ranks, another thread would draw the loop's random numbers.
-        must_stay = not self._prefetch or (rule.virtual is not None and reads_here)
-        if must_stay or may_stay:
+        must_stay = not plan.prefetch or (rule.virtual is not None and reads_here)
+        if must_stay or (may_stay and reads_here):
             read_ahead = None if must_stay else pipeline.start
             self._receivers = [Unthreaded(lane, begun.pieces, read_ahead, has_workers).receive]
             return
         pipeline.start(begun.pieces)
-        if self._source.is_uneven:
-            ahead = max(self._prefetch // 2, 1)
-            self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun.stream).receive]
+        if source.is_uneven:
+            ahead = max(plan.prefetch // 2, 1)
+            self._receivers = [Lockstep(lane, plan.world, plan.rule, plan.batch_dim, ahead, begun.stream).receive]
         else:
-            self._receivers = [lane.receive for lane in pipeline.lanes]
-
-    def _numbered(self, rule: Rule) -> Rule:
-        """The rule of a pass, with the number of its first round; one more in each epoch where the length is unknown,
-        so that rounds with witnesses are no less frequent."""
-        lengths, skipped = self.lengths(), self.num_skipped() // self._in_turn
-        rounds = 1 if lengths is None else lengths[1] // self._in_turn
-        return replace(rule, first=self._source.next_position()[0] * rounds + skipped)
-
-    def _meet_others(self) -> None:
-        """Announce this rank's loop, some with their first round. Before their first loop, ranks that read one stream
-        compare their datasets."""
-        is_sized = not self._source.is_uneven and hasattr(self._loader, "dataset")
-        size = self._source.length if is_sized else None
-        name = type(self._loader).__name__ + (f" of {size} samples" if size is not None else "")
-        words = f"{LOOP} a {name}, epoch {self._source.next_position()[0]}"
-        if self._rule.is_compared and not isinstance(self._source, StreamSource):
-            self._words = words
-            return
-        self._world.comm.announce(words)
-        if self._rule.is_compared and isinstance(self._source, StreamSource):
-            self._source.compare(self._world)
+            self._receivers = [each.receive for each in pipeline.lanes]
 
     def __iter__(self) -> Any:
         raise TypeError(
@@ -310,7 +225,7 @@ class ParallelLoader(Dealt):
         raise TypeError(NO_COPY.format(type(self).__name__))
 
     def _loop_world(self, place: int) -> World:
-        return self._loops[place] if self._loops else self._world
+        return self._loops[place] if self._loops else self._plan.world
 
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
         """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too."""
@@ -361,11 +276,17 @@ class ParallelLoader(Dealt):
     @property
     def seed(self) -> int:
         """What seeds the order."""
-        return self._source.seed
+        return self._plan.source.seed
+
+    @property
+    def num_virtual(self) -> int | None:
+        """The number of virtual ranks; None without."""
+        virtual = self._plan.rule.virtual
+        return None if virtual is None else virtual.count
 
     @property
     def devices(self) -> list[str]:
-        return [str(device) for _, device in self._devices]
+        return [str(device) for _, device in self._plan.devices]
 
     def _refuse_begun(self, what: str) -> None:
         if self._receivers:
@@ -375,37 +296,19 @@ class ParallelLoader(Dealt):
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch for each device; TypeError if the loader has no length."""
-        return self._source.num_rounds(self._rule) * self._in_turn
-
-    def lengths(self) -> tuple[int, int] | None:
-        """The numbers of batches of an epoch: from the given loader, and for each device; None without a length."""
-        try:
-            return self._source.num_rounds(Rule()), len(self)
-        except TypeError:
-            return None
+        return self._plan.source.num_rounds(self._plan.rule) * self._plan.in_turn
 
     def uneven_tail(self) -> tuple[int, int] | None:
         """The samples of a rank whose part of the pass's last round is uneven, and those of the round; None if there is
         none, or it is not known before."""
-        parts = [] if self._begun is None else self._source.last_parts(self._rule, self._begun.position)
+        parts = [] if self._begun is None else self._plan.source.last_parts(self._plan.rule, self._begun.position)
         return next(((each.samples, each.total) for each in parts if each.samples * len(parts) != each.total), None)
-
-    def num_skipped(self) -> int:
-        """The number of rounds before the position at which the next pass begins; 0 if it is unknown."""
-        return self._batches_before(self._source.next_position()[1])
 
     def place_of(self, progress: Progress) -> LoopPlace:
         """Where a loop of the pass, which has begun, is in its epoch."""
         assert self._begun is not None
-        lengths = self.lengths()
-        before = self._batches_before(self._begun.position)
+        lengths, before = self._plan.lengths(), self._plan.batches_before(self._begun.position)
         return LoopPlace(self._begun.epoch, before, None if lengths is None else lengths[1], progress)
-
-    def _batches_before(self, position: Mapping[str, Any]) -> int:
-        sampler = getattr(self._loader, "batch_sampler", None)  # has it, if the DataLoader was made with one
-        size = getattr(self._loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        taken = position["offset"] // self._rule.shards // size if size else 0
-        return self._rule.rounds_of(position.get("batches", taken)) * self._in_turn
 
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent. A source
