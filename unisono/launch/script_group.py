@@ -17,6 +17,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,9 @@ from unisono.devices import family_names
 from unisono.devices.graphs import keep_package_out_of_graphs
 from unisono.torch_private import default_store
 from unisono.world import current_world
+
+_holders: list[Any] = []
+_num_searched = 0  # of the modules in `sys.modules`, from the first
 
 _CREATE = ("new_group", "split_group", "shrink_group")
 _DEVICE_ARGUMENTS = ("device_ids", "output_device")
@@ -227,11 +231,24 @@ def replace_functions(**functions: Callable[..., Any]) -> None:
         name: (getattr(dist, name), functools.update_wrapper(each, getattr(dist, name)))
         for name, each in functions.items()
     }
-    for key, module in list(sys.modules.items()):
-        first = key.partition(".")[0]
-        if first in sys.stdlib_module_names or (first == "torch" and not key.startswith(dist.__name__)):
-            continue  # most objects, and they hold none
-        held = getattr(module, "__dict__", {})
+    for module in find_holders():
+        held = vars(module)
         for name, (original, function) in replaced.items():
             if held.get(name) is original:
                 setattr(module, name, function)
+
+
+def find_holders() -> list[Any]:
+    """The modules that have names of functions of torch.distributed. The zygote finds them before it forks: looking at
+    all modules would cost each worker 15 ms, most of it to copy the pages with their reference counts."""
+    global _num_searched
+    names = {name for name, each in vars(dist).items() if type(each) is FunctionType}
+    new = max(len(sys.modules) - _num_searched, 0)
+    for key, module in [*itertools.islice(reversed(sys.modules.items()), new)]:
+        first = key.partition(".")[0]
+        if first in sys.stdlib_module_names or (first == "torch" and not key.startswith(dist.__name__)):
+            continue  # most objects, and they hold none
+        if not names.isdisjoint(getattr(module, "__dict__", ())):
+            _holders.append(module)
+    _num_searched = len(sys.modules)
+    return _holders

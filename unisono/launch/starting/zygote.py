@@ -67,7 +67,10 @@ from unisono.torch_private import COMPILER_MODULE
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The first optimizer of a process imports torch._dynamo, which takes over a second; the first with zero1, the last one.
-_FOR_OPTIMIZERS = (COMPILER_MODULE, "unisono.accelerator", "torch.distributed.optim")
+_FOR_OPTIMIZERS = (
+    *(COMPILER_MODULE, "unisono.accelerator", "torch.distributed.optim"),
+    *("unisono.training.strategies.fsdp", "unisono.training.strategies.virtual_strategy"),
+)
 _IDLE_S = 0.5  # without a request: by then, requested workers have their cores
 
 
@@ -221,6 +224,8 @@ class Zygote:
             for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
                 # otherwise each worker would undo these imports at its end, which takes milliseconds
                 finalizer.atexit = False
+            if self.start_method == "zygote":
+                importlib.import_module("unisono.launch.script_group").find_holders()
             gc.freeze()  # collections never write to existing objects, so their pages stay shared
             # Imports had turned it off; workers inherit the setting.
             gc.enable()
@@ -367,6 +372,8 @@ def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
         if start_method == "zygote":
             gc.disable()  # until the first fork: collections would take a fifth of the import time, without any benefit
             importlib.import_module("unisono.launch.worker")
+            # Also of what is imported later; in each worker it would take 4 ms.
+            importlib.import_module("unisono.devices.graphs").keep_package_out_of_graphs()
             importlib.import_module("numpy.random")  # which each worker seeds; numpy leaves it to the first use
         zygote = Zygote(control, caller, start_method)
     except ProcessLookupError:  # it ended while this process started, or imported torch
