@@ -270,6 +270,7 @@ def test_fails_once():
 
 
 @pytest.mark.parametrize(("further", "exit_code"), [("", 0), ("def test_fails():\n    assert False\n", 1)])
+@pytest.mark.slow
 def test_ci_repeats_a_failed_test_once_and_lists_it_if_it_then_passes(
     tmp_path: Path, further: str, exit_code: int
 ) -> None:

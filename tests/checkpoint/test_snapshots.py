@@ -553,6 +553,7 @@ def test_random_numbers_behind_a_loop_are_those_of_an_undisturbed_run(tmp_path: 
     assert carried_out(lambda: behind(str(tmp_path / "killed"), True)) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_restarted_run_that_begins_anew_is_an_error_and_not_silent(tmp_path: Path) -> None:
     def body() -> None:
         accelerator = Accelerator(snapshot_every=1)
@@ -581,6 +582,7 @@ def test_a_run_that_finally_fails_is_saved_where_the_next_one_looks(
     assert "checkpoint_0: epoch 0, step 4" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_was_asked_to_stop_and_saves_nothing_is_saved(tmp_path: Path) -> None:
     def body() -> None:
         loop = Loop(str(tmp_path), -1)

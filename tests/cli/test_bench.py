@@ -41,6 +41,7 @@ def measure(directory: Path, name: str, ours: list[float]) -> Path:
 
 
 @pytest.mark.usefixtures("fonts")
+@pytest.mark.slow
 def test_what_scripts_print_is_kept_and_compared_on_like_machines(tmp_path: Path, capsys: Any) -> None:
     old = measure(tmp_path, "old.json", [2.0, 2.0, 2.0, 2.0, 2.2])
     assert "left out on cpu, which they cannot use: graphs" in capsys.readouterr().out

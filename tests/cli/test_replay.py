@@ -308,6 +308,7 @@ def talk(run: Path, commands: list[str]) -> tuple[int, str]:
         os.close(master)
 
 
+@pytest.mark.slow
 def test_a_debugger_is_in_front_of_the_step_and_the_replay_ends_after_it(run: Path) -> None:
     shutil.rmtree(run / "out" / "checkpoints" / "checkpoint_3")
     norm = "p round(sum(float(each.grad.square().sum()) for each in model.parameters()) ** 0.5, 4) <= 1"

@@ -469,6 +469,7 @@ assert seen == sorted(seen) and comm.progress >= seen[0] + 2 * 60, (seen[0], com
 """
 
 
+@pytest.mark.slow
 def test_progress_can_be_watched_while_a_script_makes_and_destroys_groups(run_apart):
     """The worker's pulse thread reads it as this one does, and has crashed in a group that did not exist any more."""
     code, _, errors = run_apart(WATCHED, "-n", "2")

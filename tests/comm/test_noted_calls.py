@@ -71,6 +71,7 @@ def test_calls_that_differ_between_machines_are_named_on_both(tmp_path):
             assert "while rank 1 called barrier() in save" in errors
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_alone_for_long_is_left_alone(run):
     text = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
     text += "for _ in range(3):\n    dist.all_reduce(torch.ones(3))\n"

@@ -64,6 +64,7 @@ def test_a_collective_that_the_user_called_himself_is_found_on_the_stack(soon):
     assert caught.value.ranks == [0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_lets_go_of_the_interpreter_is_named(soon):
     def work(index):
         current_world().comm.barrier()
@@ -112,6 +113,7 @@ def test_by_default_the_late_rank_is_named_just_before_the_timeout(soon):
     assert "pass a longer timeout (--timeout); collectives" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_stand_still_outside_any_collective_are_restarted(caplog):
     def work(index):
         if current_world().restart_count == 0:

@@ -97,6 +97,7 @@ def test_any_number_of_ranks_records_the_same(tmp_path: Path) -> None:
     assert all(each in lines for each in steps)
 
 
+@pytest.mark.slow
 def test_so_it_is_with_two_optimizers_of_one_model_and_with_shards(tmp_path: Path) -> None:
     (_, *lines), *others = (
         recorded(tmp_path / f"{ranks} {strategy}", ranks, is_one=True, strategy=strategy)

@@ -36,9 +36,10 @@ def test_a_step_in_a_worker_reuses_the_memory_of_the_last():
     ("name", "value"),
     [
         ("MALLOC_TRIM_THRESHOLD_", "131072"),
-        pytest.param("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072", marks=pytest.mark.slow),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
     ],
 )
+@pytest.mark.slow
 def test_who_tunes_the_allocator_is_left_alone(name: str, value: str) -> None:
     """In an interpreter of its own: the C library reads them when a program begins."""
     text = (

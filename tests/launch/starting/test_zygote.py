@@ -190,6 +190,7 @@ def test_a_caller_whose_standard_streams_are_closed_can_spawn(tmp_path):
         assert script.survivors() == []
 
 
+@pytest.mark.slow
 def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened(new_zygote, monkeypatch):
     """A child that was forked with the lock held, or with a socket that nobody closes, would hang, or keep workers."""
     forking, forked = threading.Event(), threading.Event()
@@ -219,6 +220,7 @@ def preloading(monkeypatch, new_zygote):
     monkeypatch.setattr(zygote_client, "_preloaded", [])
 
 
+@pytest.mark.slow
 def test_workers_find_what_was_preloaded_also_after_the_zygote_was_killed(preloading, tmp_path, monkeypatch):
     (tmp_path / "preloaded_one.py").write_text("import os\npid = os.getpid()\n")
     (tmp_path / "preloaded_two.py").write_text("import os\npid = os.getpid()\n")

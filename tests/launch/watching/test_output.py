@@ -278,6 +278,7 @@ def wait_until_still(pid: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
+@pytest.mark.slow
 def test_a_stopped_terminal_stops_who_writes_to_it_and_not_the_end(kind, request, shown):
     ours, theirs = request.getfixturevalue(kind)
     output = WorkerOutput(options.Output(), None, shown.fds[0], theirs)

@@ -87,6 +87,7 @@ def test_a_metric_refuses_gathered_rows_unless_it_does_not_gather_itself(mode: M
     assert mode.run(body) == [pytest.approx(expected, rel=1e-6)] * mode.ranks
 
 
+@pytest.mark.slow
 def test_batches_of_virtual_ranks_that_count_nowhere_update_nothing() -> None:
     def body() -> list[list[float]]:
         return [measured(witness_every) for witness_every in (None, 1)]
