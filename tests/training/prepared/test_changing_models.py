@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -102,3 +103,22 @@ def test_rows_that_a_forward_pass_shortens_are_refused_on_several_ranks(mode: Mo
     for said in mode.run(body):
         assert ("has max_norm=0.5, so a forward pass shortens the rows" in said) == (mode.ranks > 1)
         assert ("weight.mul_((0.5 / weight.norm(2, 1, True)).clamp(max=1))" in said) == (mode.ranks > 1)
+
+
+@EVERYWHERE
+def test_a_batch_norm_of_torch_over_all_ranks_is_refused_where_torch_has_none(mode: Mode, strategy: str) -> None:
+    """On threads it would take the rank's own samples, silently; in processes torch's error does not say what to do."""
+
+    def body() -> tuple[str, int]:
+        convert = nn.SyncBatchNorm.convert_sync_batchnorm
+        plain = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        Accelerator(strategy=strategy).prepare(convert(copy.deepcopy(plain)).requires_grad_(False).eval())
+        said = told(lambda: Accelerator(strategy=strategy).prepare(convert(copy.deepcopy(plain))), ValueError)
+        advised = Accelerator(strategy=strategy, sync_batchnorm=True).prepare(plain)
+        return said, len(advised(torch.randn(3, 5)))
+
+    for said, rows in mode.run(body):
+        assert ("'1' is a torch.nn.SyncBatchNorm, which needs processes with GPUs; use BatchNorm" in said) == (
+            mode.ranks > 1
+        )
+        assert rows == 3
