@@ -54,10 +54,22 @@ def by_formula(accelerator: Any, loader: DataLoader[Any]) -> State:
     return network.state_dict()
 
 
+def with_parameters_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """The model is a layer: torch puts the other parameters into what `prepare` has returned."""
+    layer = seeded(nn.Linear(5, 2).double())
+    network, optimizer, loader = accelerator.prepare(layer, sgd(layer.parameters()), loader)
+    for inputs, targets, _ in loader:
+        smaller = {name: 0.9 * each for name, each in network.named_parameters()}
+        accelerator.backward(F.mse_loss(functional_call(network, smaller, (inputs,)), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
 @MODES
 def test_models_run_with_other_parameters_weigh_their_own_gradients_once(mode: Mode) -> None:
     lines = {each.__name__: steps(each) for each in (learned_to_learn, with_first_order_steps)}
-    compare(mode, {**lines, "formula": by_formula})
+    compare(mode, {**lines, "formula": by_formula, "own": with_parameters_of_its_own})
 
 
 def learned_on_parts(accelerator: Any, network: Any, batch: Any, reduces: bool = False) -> None:
