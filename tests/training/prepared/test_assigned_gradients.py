@@ -176,6 +176,23 @@ def test_where_they_were_not_it_is_an_error_whose_way_out_is_one() -> None:
     compare(THREADS_2, steps(lambda accelerator, network, batch: assign(network, batch)))
 
 
+def never_zeroed(accelerator: Any, loader: DataLoader[Any], adds: bool = False) -> State:
+    """Each step's gradients replace those of the step before, or are added to them."""
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for batch in loader:
+        for each in network.parameters() if not adds else ():
+            each.grad = None
+        assign(network, batch)
+        optimizer.step()
+    return network.state_dict()
+
+
+@MODES
+def test_the_batches_of_earlier_steps_do_not_count_for_gradients_that_are_never_zeroed(mode: Mode) -> None:
+    compare(mode, {"replaced": never_zeroed, "added": partial(never_zeroed, adds=True)})
+
+
 def test_by_hand_the_advice_is_one_too() -> None:
     def body(learn: Any) -> None:
         network = model()

@@ -41,6 +41,22 @@ def with_a_loss_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
     return {**whole(network), "log_alpha": log_alpha.detach().clone()}
 
 
+def zeroed_in_turn(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """As SAC's losses, each with its lines: when one is zeroed, the other holds gradients of another batch."""
+    network, log_alpha = model(), bare(0.3)
+    optimizer, own = sgd(network.parameters()), sgd([log_alpha])  # type: ignore[list-item]
+    network, log_alpha, optimizer, own, loader = accelerator.prepare(network, log_alpha, optimizer, own, loader)
+    for inputs, targets, _ in loader:
+        outputs = network(inputs)
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(outputs, targets) + log_alpha.detach().exp() * outputs.square().mean())
+        optimizer.step()
+        own.zero_grad()
+        accelerator.backward(log_alpha.exp() * (outputs.detach().square() - targets).mean())
+        own.step()
+    return {**whole(network), "log_alpha": log_alpha.detach().clone()}
+
+
 class Criterion(nn.Module):
     """A loss with parameters, as ArcFace's."""
 
@@ -100,6 +116,11 @@ LINES: dict[str, Lines] = {
 )
 def test_they_train_like_one_device_also_in_an_uneven_tail(mode: Mode, strategy: str, accumulate: int) -> None:
     compare(mode, LINES, strategy=strategy, gradient_accumulation_steps=accumulate)
+
+
+@pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
+def test_batches_of_earlier_steps_are_not_in_a_pass_whatever_was_zeroed_since(mode: Mode) -> None:
+    compare(mode, zeroed_in_turn)
 
 
 def two_losses(accelerator: Any, loader: DataLoader[Any], is_together: bool = False) -> State:

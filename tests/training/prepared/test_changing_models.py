@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -122,3 +123,24 @@ def test_a_batch_norm_of_torch_over_all_ranks_is_refused_where_torch_has_none(mo
             mode.ranks > 1
         )
         assert rows == 3
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_a_scripted_model_is_refused_and_its_module_can_be_scripted_when_it_is_trained(mode: Mode) -> None:
+    def body() -> tuple[list[str], bool]:
+        plain = nn.Sequential(nn.Linear(5, 2), nn.Tanh())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates it
+            scripted = torch.jit.script(plain)
+            parts = scripted, nn.Sequential(scripted, nn.Linear(2, 1))
+            said = [told(lambda each=each: Accelerator().prepare(each), TypeError) for each in parts]
+            accelerator = Accelerator()
+            model = accelerator.prepare(plain)
+            inputs = torch.ones(1, 5)
+            exported = torch.jit.script(accelerator.unwrap_model(model))
+        return said, bool(torch.equal(exported(inputs), model(inputs)))
+
+    for (whole_one, part), is_equal in mode.run(body):
+        assert "cannot be prepared: it is a ScriptModule" in whole_one
+        assert "its part '0' is a ScriptModule" in part
+        assert is_equal

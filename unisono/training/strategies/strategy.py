@@ -124,7 +124,8 @@ class Strategy:
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model whose gradients or parameters another engine reduces or shards."""
+    """Refuse a model whose gradients or parameters another engine reduces or shards, or that torch has compiled to a
+    program with parameters and hooks of its own."""
     fsdp = "torch.distributed.fsdp"
     engines = loaded_class(fsdp, "FSDPModule"), loaded_class(fsdp, "FullyShardedDataParallel")
     for name, part in model.named_modules():
@@ -134,6 +135,14 @@ def _check_plain(model: nn.Module) -> None:
                 f"the {type(model).__name__} cannot be prepared: {where} is wrapped or sharded already "
                 f"({type(part).__name__}), and so reduces gradients by itself, without the weights of the ranks; pass "
                 "the model inside it (its .module), or as it was before sharding, and prepare() does what that is for"
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            where = f"its part {name!r}" if name else "it"
+            raise TypeError(
+                f"the {type(model).__name__} cannot be prepared: {where} is a ScriptModule, which torch runs without "
+                "the hooks that training needs; prepare the module that it was made from, and script or trace "
+                "accelerator.unwrap_model(model) when it is trained (Accelerator(compile=True) compiles it before); "
+                "leave a model that is not trained out of prepare()"
             )
 
 
