@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from twin import Plain, State, assert_all_are, assert_same_bits, loader_of, seeded, sgd, straight, train, whole
 
 from unisono import Accelerator
+from unisono.strategies import DDP
 
 ALL = [
     (SOLO, "ddp"),
@@ -144,3 +145,26 @@ def test_a_scripted_model_is_refused_and_its_module_can_be_scripted_when_it_is_t
         assert "cannot be prepared: it is a ScriptModule" in whole_one
         assert "its part '0' is a ScriptModule" in part
         assert is_equal
+
+
+def converted(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """In an epoch of its own, as where a run ends in higher precision."""
+    network = seeded(nn.Linear(5, 2).double()).float()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for epoch in range(2):
+        if epoch:
+            network.double()
+        for inputs, targets, _ in loader:
+            kind = network.weight.dtype
+            accelerator.backward(F.mse_loss(network(inputs.to(kind)), targets.to(kind)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: each.float() for name, each in network.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("strategy", [DDP(), DDP(find_unused_parameters=True)], ids=["all used", "some unused"])
+def test_a_model_is_converted_to_another_precision_while_it_trains(mode: Mode, strategy: DDP) -> None:
+    plain = converted(Plain(), loader_of(24, mode.ranks * 3))
+    for state in mode.run(lambda: converted(Accelerator(strategy=strategy), loader_of(24, 3))):
+        torch.testing.assert_close(state, plain, rtol=1e-5, atol=1e-6)

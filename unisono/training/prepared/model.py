@@ -214,8 +214,11 @@ class PreparedModel(nn.Module):
     @overrides(APPLY)
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
         """`to`, `cuda`, `half` and the like, of the module."""
+        dtypes = [each.dtype for each in self.module.parameters()]
         try:
             super()._apply(*args, **kwargs)
+            if dtypes != [each.dtype for each in self.module.parameters()]:
+                self.engine.note_conversion()
             return self
         except Exception as error:
             placed = next((str(each.device) for each in self.module.parameters()), "its device")
