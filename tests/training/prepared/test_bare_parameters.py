@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from twin import Lines, Plain, State, assert_all_are, compare, data, loader_of, mean_loss, model, sgd, whole
 
-from unisono import Accelerator, DataParallel, optimizer_step, rank
+from unisono import Accelerator, DataParallel, DeviceLoader, optimizer_step, rank
 from unisono.errors import CollectiveMismatchError
 
 SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
@@ -202,6 +202,15 @@ def test_other_tensors_are_refused(what: str) -> None:
         TypeError, match="at position 0 is of type Tensor, which cannot be prepared unless it is a parameter"
     ):
         Accelerator().prepare(NO_PARAMETERS[what]())
+
+
+def test_a_list_of_batches_is_one_of_objects_and_its_error_names_the_loader() -> None:
+    batches = [(torch.ones(2, 3), torch.ones(2))] * 3
+    with pytest.raises(
+        TypeError, match=r"at position 0\[0\]\[0\] .*; for a list of batches, unisono.DeviceLoader\(batches"
+    ):
+        Accelerator().prepare(batches)
+    assert len(Accelerator().prepare(DeviceLoader(batches))) == 3
 
 
 def test_replicas_that_share_one_are_refused() -> None:
