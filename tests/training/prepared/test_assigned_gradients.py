@@ -189,7 +189,7 @@ def never_zeroed(accelerator: Any, loader: DataLoader[Any], adds: bool = False) 
 
 
 @MODES
-def test_the_batches_of_earlier_steps_do_not_count_for_gradients_that_are_never_zeroed(mode: Mode) -> None:
+def test_batches_of_earlier_steps_do_not_count_where_nothing_is_zeroed(mode: Mode) -> None:
     compare(mode, {"replaced": never_zeroed, "added": partial(never_zeroed, adds=True)})
 
 

@@ -119,7 +119,7 @@ def test_they_train_like_one_device_also_in_an_uneven_tail(mode: Mode, strategy:
 
 
 @pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
-def test_batches_of_earlier_steps_are_not_in_a_pass_whatever_was_zeroed_since(mode: Mode) -> None:
+def test_batches_of_earlier_steps_are_not_in_a_pass(mode: Mode) -> None:
     compare(mode, zeroed_in_turn)
 
 
@@ -204,7 +204,7 @@ def test_other_tensors_are_refused(what: str) -> None:
         Accelerator().prepare(NO_PARAMETERS[what]())
 
 
-def test_a_list_of_batches_is_one_of_objects_and_its_error_names_the_loader() -> None:
+def test_the_error_for_a_list_of_batches_names_the_loader() -> None:
     batches = [(torch.ones(2, 3), torch.ones(2))] * 3
     with pytest.raises(
         TypeError, match=r"at position 0\[0\]\[0\] .*; for a list of batches, unisono.DeviceLoader\(batches"

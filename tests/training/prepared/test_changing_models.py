@@ -108,7 +108,7 @@ def test_rows_that_a_forward_pass_shortens_are_refused_on_several_ranks(mode: Mo
 
 
 @EVERYWHERE
-def test_a_batch_norm_of_torch_over_all_ranks_is_refused_where_torch_has_none(mode: Mode, strategy: str) -> None:
+def test_torchs_sync_batch_norm_is_refused_where_it_does_not_work(mode: Mode, strategy: str) -> None:
     """On threads it would take the rank's own samples, silently; in processes torch's error does not say what to do."""
 
     def body() -> tuple[str, int]:
@@ -127,7 +127,7 @@ def test_a_batch_norm_of_torch_over_all_ranks_is_refused_where_torch_has_none(mo
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_a_scripted_model_is_refused_and_its_module_can_be_scripted_when_it_is_trained(mode: Mode) -> None:
+def test_a_scripted_model_is_refused_and_scripted_when_trained(mode: Mode) -> None:
     def body() -> tuple[list[str], bool]:
         plain = nn.Sequential(nn.Linear(5, 2), nn.Tanh())
         with warnings.catch_warnings():
