@@ -64,7 +64,9 @@ class Passes(BackwardPasses):
             if not found:
                 return self._running[task].origin
             return Origin(found, self._world, syncs=syncs, optimizers=engine.trainers.optimizers_of)
-        if (steps := self.steps).origin is None and steps.now == steps.requested:
+        steps = self.steps
+        # Gradients that were assigned by hand count at the step, after it was requested.
+        if steps.origin is None and (steps.begins_step() or not steps.is_recent()):
             self._claims.clear()
         inputs = tensors(values)
         self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.trainers.optimizers_of)

@@ -54,10 +54,22 @@ def by_formula(accelerator: Any, loader: DataLoader[Any]) -> State:
     return network.state_dict()
 
 
+def with_parameters_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """The model is a layer: torch puts the other parameters into what `prepare` has returned."""
+    layer = seeded(nn.Linear(5, 2).double())
+    network, optimizer, loader = accelerator.prepare(layer, sgd(layer.parameters()), loader)
+    for inputs, targets, _ in loader:
+        smaller = {name: 0.9 * each for name, each in network.named_parameters()}
+        accelerator.backward(F.mse_loss(functional_call(network, smaller, (inputs,)), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
 @MODES
 def test_models_run_with_other_parameters_weigh_their_own_gradients_once(mode: Mode) -> None:
     lines = {each.__name__: steps(each) for each in (learned_to_learn, with_first_order_steps)}
-    compare(mode, {**lines, "formula": by_formula})
+    compare(mode, {**lines, "formula": by_formula, "own": with_parameters_of_its_own})
 
 
 def learned_on_parts(accelerator: Any, network: Any, batch: Any, reduces: bool = False) -> None:
@@ -162,6 +174,23 @@ def test_where_they_were_not_it_is_an_error_whose_way_out_is_one() -> None:
         assert "where this rank had different parts" in said
         assert "step on each batch and zero_grad() after each step" in said
     compare(THREADS_2, steps(lambda accelerator, network, batch: assign(network, batch)))
+
+
+def never_zeroed(accelerator: Any, loader: DataLoader[Any], adds: bool = False) -> State:
+    """Each step's gradients replace those of the step before, or are added to them."""
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for batch in loader:
+        for each in network.parameters() if not adds else ():
+            each.grad = None
+        assign(network, batch)
+        optimizer.step()
+    return network.state_dict()
+
+
+@MODES
+def test_batches_of_earlier_steps_do_not_count_where_nothing_is_zeroed(mode: Mode) -> None:
+    compare(mode, {"replaced": never_zeroed, "added": partial(never_zeroed, adds=True)})
 
 
 def test_by_hand_the_advice_is_one_too() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from twin import Lines, Plain, State, assert_all_are, compare, data, loader_of, mean_loss, model, sgd, whole
 
-from unisono import Accelerator, DataParallel, optimizer_step, rank
+from unisono import Accelerator, DataParallel, DeviceLoader, optimizer_step, rank
 from unisono.errors import CollectiveMismatchError
 
 SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
@@ -38,6 +38,22 @@ def with_a_loss_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
         optimizers[0].step()
         accelerator.backward(log_alpha.exp() * (outputs.detach().square() - targets).mean())
         optimizers[1].step()
+    return {**whole(network), "log_alpha": log_alpha.detach().clone()}
+
+
+def zeroed_in_turn(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """As SAC's losses, each with its lines: when one is zeroed, the other holds gradients of another batch."""
+    network, log_alpha = model(), bare(0.3)
+    optimizer, own = sgd(network.parameters()), sgd([log_alpha])  # type: ignore[list-item]
+    network, log_alpha, optimizer, own, loader = accelerator.prepare(network, log_alpha, optimizer, own, loader)
+    for inputs, targets, _ in loader:
+        outputs = network(inputs)
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(outputs, targets) + log_alpha.detach().exp() * outputs.square().mean())
+        optimizer.step()
+        own.zero_grad()
+        accelerator.backward(log_alpha.exp() * (outputs.detach().square() - targets).mean())
+        own.step()
     return {**whole(network), "log_alpha": log_alpha.detach().clone()}
 
 
@@ -100,6 +116,11 @@ LINES: dict[str, Lines] = {
 )
 def test_they_train_like_one_device_also_in_an_uneven_tail(mode: Mode, strategy: str, accumulate: int) -> None:
     compare(mode, LINES, strategy=strategy, gradient_accumulation_steps=accumulate)
+
+
+@pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
+def test_batches_of_earlier_steps_are_not_in_a_pass(mode: Mode) -> None:
+    compare(mode, zeroed_in_turn)
 
 
 def two_losses(accelerator: Any, loader: DataLoader[Any], is_together: bool = False) -> State:
@@ -181,6 +202,15 @@ def test_other_tensors_are_refused(what: str) -> None:
         TypeError, match="at position 0 is of type Tensor, which cannot be prepared unless it is a parameter"
     ):
         Accelerator().prepare(NO_PARAMETERS[what]())
+
+
+def test_the_error_for_a_list_of_batches_names_the_loader() -> None:
+    batches = [(torch.ones(2, 3), torch.ones(2))] * 3
+    with pytest.raises(
+        TypeError, match=r"at position 0\[0\]\[0\] .*; for a list of batches, unisono.DeviceLoader\(batches"
+    ):
+        Accelerator().prepare(batches)
+    assert len(Accelerator().prepare(DeviceLoader(batches))) == 3
 
 
 def test_replicas_that_share_one_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from twin import Plain, State, assert_all_are, assert_same_bits, loader_of, seeded, sgd, straight, train, whole
 
 from unisono import Accelerator
+from unisono.strategies import DDP
 
 ALL = [
     (SOLO, "ddp"),
@@ -102,3 +105,66 @@ def test_rows_that_a_forward_pass_shortens_are_refused_on_several_ranks(mode: Mo
     for said in mode.run(body):
         assert ("has max_norm=0.5, so a forward pass shortens the rows" in said) == (mode.ranks > 1)
         assert ("weight.mul_((0.5 / weight.norm(2, 1, True)).clamp(max=1))" in said) == (mode.ranks > 1)
+
+
+@EVERYWHERE
+def test_torchs_sync_batch_norm_is_refused_where_it_does_not_work(mode: Mode, strategy: str) -> None:
+    """On threads it would take the rank's own samples, silently; in processes torch's error does not say what to do."""
+
+    def body() -> tuple[str, int]:
+        convert = nn.SyncBatchNorm.convert_sync_batchnorm
+        plain = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        Accelerator(strategy=strategy).prepare(convert(copy.deepcopy(plain)).requires_grad_(False).eval())
+        said = told(lambda: Accelerator(strategy=strategy).prepare(convert(copy.deepcopy(plain))), ValueError)
+        advised = Accelerator(strategy=strategy, sync_batchnorm=True).prepare(plain)
+        return said, len(advised(torch.randn(3, 5)))
+
+    for said, rows in mode.run(body):
+        assert ("'1' is a torch.nn.SyncBatchNorm, which needs processes with GPUs; use BatchNorm" in said) == (
+            mode.ranks > 1
+        )
+        assert rows == 3
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_a_scripted_model_is_refused_and_scripted_when_trained(mode: Mode) -> None:
+    def body() -> tuple[list[str], bool]:
+        plain = nn.Sequential(nn.Linear(5, 2), nn.Tanh())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates it
+            scripted = torch.jit.script(plain)
+            parts = scripted, nn.Sequential(scripted, nn.Linear(2, 1))
+            said = [told(lambda each=each: Accelerator().prepare(each), TypeError) for each in parts]
+            accelerator = Accelerator()
+            model = accelerator.prepare(plain)
+            inputs = torch.ones(1, 5)
+            exported = torch.jit.script(accelerator.unwrap_model(model))
+        return said, bool(torch.equal(exported(inputs), model(inputs)))
+
+    for (whole_one, part), is_equal in mode.run(body):
+        assert "cannot be prepared: it is a ScriptModule" in whole_one
+        assert "its part '0' is a ScriptModule" in part
+        assert is_equal
+
+
+def converted(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """In an epoch of its own, as where a run ends in higher precision."""
+    network = seeded(nn.Linear(5, 2).double()).float()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for epoch in range(2):
+        if epoch:
+            network.double()
+        for inputs, targets, _ in loader:
+            kind = network.weight.dtype
+            accelerator.backward(F.mse_loss(network(inputs.to(kind)), targets.to(kind)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: each.float() for name, each in network.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("strategy", [DDP(), DDP(find_unused_parameters=True)], ids=["all used", "some unused"])
+def test_a_model_is_converted_to_another_precision_while_it_trains(mode: Mode, strategy: DDP) -> None:
+    plain = converted(Plain(), loader_of(24, mode.ranks * 3))
+    for state in mode.run(lambda: converted(Accelerator(strategy=strategy), loader_of(24, 3))):
+        torch.testing.assert_close(state, plain, rtol=1e-5, atol=1e-6)

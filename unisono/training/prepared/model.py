@@ -14,7 +14,7 @@ from torch import nn
 
 from unisono.batches.deliveries import Batch
 from unisono.report.timeline import FORWARD
-from unisono.torch_private import APPLY, MODULES, overrides
+from unisono.torch_private import APPLY, BUFFERS, MODULES, PARAMETERS, overrides
 from unisono.training.compilation import keep_out_of_graphs
 from unisono.training.passes import Passes
 from unisono.training.prepared.step_checks import alive, steppers
@@ -30,6 +30,27 @@ _MET_PARTS = (
     "parameters only while the model is called; make tensors from the inputs (inputs.new_zeros(...)), and use "
     "parameters within forward() alone"
 )
+
+
+class _OfModule(dict[str, Any]):
+    """The tensors that the module has by itself, under their names, where torch.func.functional_call puts others. To
+    those who list it, it is empty: they list the module, too."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        super().__init__()
+        self._held = held
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._held[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._held[name]
 
 
 class PreparedModel(nn.Module):
@@ -48,6 +69,8 @@ class PreparedModel(nn.Module):
         self._forward_methods: set[str] = set()
         self.training = engine.module.training
         passes.register_engine(engine)
+        for kind in (PARAMETERS, BUFFERS):
+            vars(self)[kind] = _OfModule(getattr(engine.module, kind))
         self.module = engine.module  # last: from here on, attributes are set on the module
 
     @property
@@ -191,8 +214,11 @@ class PreparedModel(nn.Module):
     @overrides(APPLY)
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
         """`to`, `cuda`, `half` and the like, of the module."""
+        dtypes = [each.dtype for each in self.module.parameters()]
         try:
             super()._apply(*args, **kwargs)
+            if dtypes != [each.dtype for each in self.module.parameters()]:
+                self.engine.note_conversion()
             return self
         except Exception as error:
             placed = next((str(each.device) for each in self.module.parameters()), "its device")

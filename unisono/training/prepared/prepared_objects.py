@@ -338,7 +338,7 @@ def _check_bare(where: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"the object at position {where} is of type {type(tensor).__name__}, which cannot be prepared unless it is "
             "a parameter, such as torch.zeros(1, requires_grad=True): this one was computed, is sharded, or does not "
-            "require gradients; batches come from a loader"
+            "require gradients; for a list of batches, unisono.DeviceLoader(batches)"
         )
 
 

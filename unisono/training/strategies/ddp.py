@@ -81,6 +81,7 @@ class DDPEngine(Engine):
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
         self._unsent: set[int] = set()  # not empty while DDP reduces, until the last bucket is sent
         self._is_late, self._is_zeroed_in_part, self._at_forward = False, False, 0
+        self._is_converted = False
         self._sparse: dict[torch.Tensor, None] = {}  # parameters that have sparse gradients, also where they are frozen
         self._wrap()
 
@@ -108,6 +109,17 @@ class DDPEngine(Engine):
     def adapt_to_trained(self) -> None:
         if any(each.requires_grad for each in self.module.parameters()):
             self._wrap(fills=False)  # the graphs of earlier forward passes need the others unchanged
+
+    def note_conversion(self) -> None:
+        self._is_converted = True
+
+    def refresh(self) -> None:
+        super().refresh()
+        if self._is_converted:
+            self._is_converted = False
+            self.world.comm.announce(f"new buckets for the converted parameters of the {self.name}")
+            self.world.comm.barrier()  # names the ranks, if only some have converted theirs
+            self.adapt_to_trained()
 
     def state(self) -> dict[str, Any] | None:
         hook = self._options.comm_hook

@@ -134,6 +134,9 @@ class Engine:
     def adapt_to_trained(self) -> None:
         """Adapt to a changed set of trained parameters. A collective."""
 
+    def note_conversion(self) -> None:
+        """Called when parameters have got another dtype, which gives them other nodes in the graphs to come."""
+
     def equalize_ranks(self, saves: bool = False) -> None:
         """Have all ranks be in the same state, if the strategy lets them differ between meetings; if it is saved, the
         optimizers, too. A collective, before a state is saved or loaded."""

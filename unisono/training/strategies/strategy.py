@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from unisono.devices import CPU
 from unisono.protocols import Backend
 from unisono.strategies import FSDP, ZeRO1
 from unisono.training.agreement import broadcast_parameters
@@ -84,6 +85,8 @@ class Strategy:
             check_fillable(each)
             if self.steps.parts > 1:
                 _check_norms(each)
+                if self.steps.virtual is None and (self.world.device.type == CPU or not self.is_of_torch):
+                    _check_batch_norms(each, self.world)
         elif each in given_up and not each.state:
             raise ValueError(
                 f"strategy='zero1' has divided the state of this {type(each).__name__} among the ranks, so that "
@@ -121,7 +124,8 @@ class Strategy:
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model whose gradients or parameters another engine reduces or shards."""
+    """Refuse a model whose gradients or parameters another engine reduces or shards, or that torch has compiled to a
+    program with parameters and hooks of its own."""
     fsdp = "torch.distributed.fsdp"
     engines = loaded_class(fsdp, "FSDPModule"), loaded_class(fsdp, "FullyShardedDataParallel")
     for name, part in model.named_modules():
@@ -131,6 +135,14 @@ def _check_plain(model: nn.Module) -> None:
                 f"the {type(model).__name__} cannot be prepared: {where} is wrapped or sharded already "
                 f"({type(part).__name__}), and so reduces gradients by itself, without the weights of the ranks; pass "
                 "the model inside it (its .module), or as it was before sharding, and prepare() does what that is for"
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            where = f"its part {name!r}" if name else "it"
+            raise TypeError(
+                f"the {type(model).__name__} cannot be prepared: {where} is a ScriptModule, which torch runs without "
+                "the hooks that training needs; prepare the module that it was made from, and script or trace "
+                "accelerator.unwrap_model(model) when it is trained (Accelerator(compile=True) compiles it before); "
+                "leave a model that is not trained out of prepare()"
             )
 
 
@@ -143,6 +155,18 @@ def _check_norms(model: nn.Module) -> None:
                 f"max_norm={part.max_norm}, so a forward pass shortens the rows that it looks up, and these differ by "
                 "rank; make it without max_norm, and shorten all rows after optimizer.step(): with torch.no_grad(): "
                 f"weight.mul_(({part.max_norm} / weight.norm({part.norm_type:g}, 1, True)).clamp(max=1))"
+            )
+
+
+def _check_batch_norms(model: nn.Module, world: World) -> None:
+    """Refuse torch's layers over all ranks where torch has no process group, or no kernel, for them."""
+    is_trained = any(each.requires_grad for each in model.parameters())
+    for name, part in model.named_modules() if is_trained else ():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ValueError(
+                f"the {type(model).__name__} cannot be prepared for several ranks on {world.device}: its layer "
+                f"{name!r} is a torch.nn.SyncBatchNorm, which needs processes with GPUs; use BatchNorm there (1d, 2d "
+                "or 3d, before any conversion), and Accelerator(sync_batchnorm=True)"
             )
 
 
