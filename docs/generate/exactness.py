@@ -1,8 +1,8 @@
-"""The tables of docs/exactness.md, from the rules by which steps are made: page and code are the same.
+"""The table of docs/exactness.md, from the rules by which steps are made: page and code are the same.
 
     python docs/generate/exactness.py
 
-What is between `<!-- rules -->`, or `<!-- conditions -->`, and `<!-- end -->` is made; the rest is written.
+What is between `<!-- rules -->` and `<!-- end -->` is made; the rest is written.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from collections.abc import Iterable, Sequence
 from inspect import getdoc
 from pathlib import Path
 
-from unisono.training.rules import REQUEST, RULES, YES, ZERO, ByHand, Plain, Policy
+from unisono.training.rules import REQUEST, RULES, YES, ZERO, Policy
 
 PAGE = Path(__file__).parent.parent / "exactness.md"
 
-_MARKED = re.compile(r"(<!-- (rules|conditions) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- rules -->\n).*?(<!-- end -->)", re.DOTALL)
 _ANSWERS = {REQUEST: "it is taken", ZERO: "it zeroes"}
 
 
 def fill(page: str) -> str:
-    """The page with its tables."""
-    return _MARKED.sub(
-        lambda found: f"{found[1]}\n{_rules() if found[2] == 'rules' else _conditions()}\n\n{found[3]}", page
-    )
+    """The page with its table."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{_rules()}\n\n{found[2]}", page)
 
 
 def _rules() -> str:
@@ -41,15 +39,6 @@ def _rules() -> str:
         for (event, condition, then), found in states.items()
     ]
     return _table(("state", "event", "if", "then"), rows)
-
-
-def _conditions() -> str:
-    rows = []
-    for name in dict.fromkeys(each.condition for each in RULES if each.condition):
-        usual, plain, by_hand = (_words(each, name) for each in (Policy, Plain, ByHand))
-        if (plain, by_hand) != (usual, usual):
-            rows.append([usual, plain, "the same" if by_hand == usual else by_hand])
-    return _table(("k > 1", "k = 1", "by hand"), rows)
 
 
 def _words(policy: type[Policy], condition: str) -> str:

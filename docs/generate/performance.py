@@ -3,6 +3,7 @@
     python docs/generate/performance.py
 
 What is between `<!-- figures: DEVICE SCRIPT -->`, or `<!-- facts -->`, and `<!-- end -->` is made; the rest is written.
+`<!-- figures: DEVICE SCRIPT PATTERN -->` shows only the figures whose `case: name` contains the regular expression.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "bench" / "results"
 
-_MARKED = re.compile(r"(<!-- (figures: (?P<device>\w+) (?P<script>\w+)|facts) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"(<!-- (figures: (?P<device>\w+) (?P<script>\w+)(?: (?P<rows>[^\n]+?))?|facts) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 def fill(page: str, results: list[dict[str, Any]]) -> str:
     """The page with its tables.
 
     Raises:
-        ValueError: a table has no figures, or those of two files.
+        ValueError: a table has no figures, or those of two files; or its pattern fits none.
     """
 
     def made(found: re.Match[str]) -> str:
         if found["script"] is None:
-            return f"{found[1]}\n{_facts(results)}\n\n{found[5]}"
+            return f"{found[1]}\n{_facts(results)}\n\n{found[6]}"
         wanted = found["device"], found["script"]
         groups = [[each for each in one["figures"] if (each["device"], each["script"]) == wanted] for one in results]
         groups = list(filter(None, groups))
@@ -37,20 +40,25 @@ def fill(page: str, results: list[dict[str, Any]]) -> str:
                 f"{len(groups)} files in bench/results have figures of {wanted[1]} on {wanted[0]}, and not one: "
                 f"run `python bench/run.py --device {wanted[0]} -o bench/results/NAME.json`"
             )
-        return f"{found[1]}\n{_tables(groups[0])}\n\n{found[5]}"
+        shown = [each for each in groups[0] if re.search(found["rows"] or "", f"{each['case']}: {each['name']}")]
+        if not shown:
+            raise ValueError(
+                f"{found['rows']!r} fits no figure of {wanted[1]} on {wanted[0]}; change it in {PAGE.name}"
+            )
+        return f"{found[1]}\n{_tables(shown)}\n\n{found[6]}"
 
     return _MARKED.sub(made, page)
 
 
 def _facts(results: list[dict[str, Any]]) -> str:
     lines = []
-    for facts, seconds in ((each["facts"], each["seconds"]) for each in results):
+    for facts in (each["facts"] for each in results):
         devices = ", ".join(f"`{name}` ({what})" for name, what in facts["devices"].items())
         versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
         load = ", ".join(f"{each:.1f}" for each in facts["load"])
         lines.append(
             f"- {devices}: {facts['processor']}, {facts['cores']} cores; {versions}; on {facts['at'][:10]}, "
-            f"in {sum(seconds.values()) / 60:.0f} minutes, at a load of {load} before"
+            f"at a load of {load} before"
         )
     return "\n".join(lines)
 
@@ -84,7 +92,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _ratio(figure: dict[str, Any]) -> str:
-    spread = f" ({_short(figure['low'])} to {_short(figure['high'])})" if figure["pairs"] > 1 else ""
+    spread = f" ({_short(figure['low'])}\u2013{_short(figure['high'])})" if figure["pairs"] > 1 else ""
     return f"{_short(figure['ratio'])}{spread}"
 
 

@@ -119,3 +119,14 @@ def test_the_page_is_what_is_made_from_the_committed_results() -> None:
 def test_a_table_without_figures_or_with_those_of_two_files_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match=rf"{count} files in bench/results have figures of"):
         performance.fill(performance.PAGE.read_text(), performance.read_all() * count)
+
+
+def test_a_table_shows_the_figures_that_its_pattern_finds_and_needs_one() -> None:
+    page = "<!-- figures: cpu launch {} -->\n<!-- end -->"
+    shown = performance.fill(page.format("^2 workers: warm"), performance.read_all())
+    assert [line.split("|")[1].strip() for line in shown.splitlines() if "workers" in line and line[0] == "|"] == [
+        "2 workers: warm / torch.multiprocessing.spawn",
+        "2 workers: warm / torchrun",
+    ]
+    with pytest.raises(ValueError, match="'nothing' fits no figure of launch on cpu"):
+        performance.fill(page.format("nothing"), performance.read_all())
