@@ -143,3 +143,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     atexit.register(gc.unfreeze)  # at the end, what is still frozen counts as leaked by triton
     gc.enable()
+    note_modules()
+
+
+_known_modules = 0
+
+
+def note_modules() -> None:
+    global _known_modules
+    _known_modules = len(sys.modules)
+
+
+def pytest_runtest_logfinish() -> None:
+    """What tests import stays as well: of some libraries, it would make each later collection take a second."""
+    if RUNS_TESTS and len(sys.modules) > _known_modules + 200:
+        gc.collect()
+        gc.freeze()
+        note_modules()
