@@ -140,6 +140,23 @@ def _cheaper(variant: str, item: pytest.Item) -> set[str]:
 
 def pytest_collection_finish() -> None:
     """What is imported stays: collections, and the forks of loader workers, need not go through it."""
+    global _known_blocks
+    _known_blocks = sys.getallocatedblocks()
     gc.freeze()
     atexit.register(gc.unfreeze)  # at the end, what is still frozen counts as leaked by triton
     gc.enable()
+
+
+MANY = 200_000  # blocks of memory
+_known_blocks = sys.maxsize
+
+
+def pytest_runtest_logfinish() -> None:
+    """So does what tests import, or read and keep: of some, each later collection would take a quarter of a second
+    more."""
+    global _known_blocks
+    if RUNS_TESTS and sys.getallocatedblocks() > _known_blocks + MANY:
+        gc.collect()
+        gc.freeze()
+        _known_blocks = sys.maxsize
+    _known_blocks = min(_known_blocks, sys.getallocatedblocks())

@@ -20,7 +20,7 @@ import torch
 import warm_scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import PROCESSES_2, THREADS_2, by_value
+from modes import PROCESSES_2, THREADS_2, by_value, told
 from snapshot_kills import Plan, Run
 from torch import nn
 from torch.nn import functional as F
@@ -321,7 +321,7 @@ def result_of(loop_of: Callable[[Loop], None], directory: str, kill_at: int, **g
 
 def carried_out(body: Callable[[], Any], restarts: int = 1) -> list[Any]:
     with by_value(body):
-        return spawn(lambda _: body(), nprocs=2, backend="cpu", cores=1, max_restarts=restarts, grace_s=1.0)
+        return spawn(lambda _: body(), nprocs=2, backend="cpu", cores=1, max_restarts=restarts, grace_s=0.2)
 
 
 @cache
@@ -555,21 +555,25 @@ def test_random_numbers_behind_a_loop_are_those_of_an_undisturbed_run(tmp_path: 
 
 @pytest.mark.slow
 def test_a_restarted_run_that_begins_anew_is_an_error_and_not_silent(tmp_path: Path) -> None:
-    def body() -> None:
+    def body() -> str:
         accelerator = Accelerator(snapshot_every=1)
         model = nn.Linear(3, 1)
         model, optimizer, loader = accelerator.prepare(
             model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.randn(12, 3), 2)
         )
-        for number, rows in enumerate(loader):
-            accelerator.backward(model(rows).sum())
-            optimizer.step()
-            if number == 2 and current_world().restart_count == 0:
-                current_world().comm.barrier()
-                raise OSError("the first attempt fails")
 
-    with pytest.raises(RuntimeError, match=r"call accelerator.load_state\(must_exist=False\) before the first step"):
-        carried_out(body)
+        def train() -> None:
+            for number, rows in enumerate(loader):
+                accelerator.backward(model(rows).sum())
+                optimizer.step()
+                if number == 2 and current_world().restart_count == 0:
+                    current_world().comm.barrier()
+                    raise OSError("the first attempt fails")
+
+        return told(train, RuntimeError)  # what finally fails is saved, by a new interpreter
+
+    for each in carried_out(body):
+        assert "call accelerator.load_state(must_exist=False) before the first step" in each
 
 
 def test_a_run_that_finally_fails_is_saved_where_the_next_one_looks(
@@ -596,7 +600,6 @@ def test_a_run_that_was_asked_to_stop_and_saves_nothing_is_saved(tmp_path: Path)
     with pytest.raises(StoppedError):
         carried_out(body, restarts=0)
     assert (tmp_path / "checkpoints" / "checkpoint_0").exists()
-    assert carried_out(lambda: result_of(epochs, str(tmp_path), -1), restarts=0) == whole(epochs)
 
 
 # Going back.

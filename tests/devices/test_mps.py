@@ -25,7 +25,7 @@ from unisono.comm.selection import innermost, process_communicator
 from unisono.comm.through_host import ThroughHostCommunicator
 from unisono.devices.mps import MpsBackend
 from unisono.launch.reports import beating
-from unisono.loading import parallel_loader
+from unisono.loading import loader_plan
 from unisono.report.timeline import Timeline
 from unisono.strategies import DDP
 from unisono.world import World, current_world, use_world
@@ -116,7 +116,7 @@ def batch(_: Any) -> tuple[torch.Tensor, PackedSequence]:
 @pytest.mark.parametrize("options", [{"prefetch": 0}, {"num_workers": 1, "collate_fn": batch}], ids=["0", "workers"])
 def test_only_the_loops_thread_uses_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     family, pulses = OneThread(), Pulses()
-    monkeypatch.setattr(parallel_loader, "resolve_devices", lambda devices: [(family, family.device(0))])
+    monkeypatch.setattr(loader_plan, "resolve_devices", lambda devices: [(family, family.device(0))])
     world = replace(current_world(), backend=family, device=family.device(0), timeline=Timeline())
     source: Any = DataLoader(range(16), 2, **options) if "num_workers" in options else map(batch, range(8))
     with use_world(world), beating(world, pulses, 0.001):  # type: ignore[arg-type]

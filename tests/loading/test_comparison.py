@@ -152,14 +152,13 @@ def test_a_dataset_of_the_same_length_with_other_samples_is_refused(part, worker
         THREADS_2.run(body)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_shards_that_begin_alike_are_refused(workers):
+def test_shards_that_begin_alike_are_refused():
     """As texts do, of which many are empty."""
     texts = [""] * 8 + [f"text {index}" for index in range(40)]
     part = {rank: texts[:8] + texts[8 + rank :: 2] for rank in range(2)}
 
     def body() -> None:
-        for _ in DeviceLoader(DataLoader(part[rank()], batch_size=1, num_workers=workers)):  # type: ignore[arg-type]
+        for _ in DeviceLoader(DataLoader(part[rank()], batch_size=1)):  # type: ignore[arg-type]
             pass
 
     with pytest.raises(CollectiveMismatchError, match=WORDS):
@@ -179,8 +178,8 @@ def test_shards_of_huggingfaces_are_refused_and_taken_as_parts():
         return [number for batch in loader for number in batch["x"].tolist()]
 
     with pytest.raises(CollectiveMismatchError, match=WORDS):
-        PROCESSES_2.run(lambda: loop_over(True))
-    for found in zip(*PROCESSES_2.run(lambda: [loop_over(by_node, True) for by_node in (True, False)]), strict=True):
+        THREADS_2.run(lambda: loop_over(True))
+    for found in zip(*THREADS_2.run(lambda: [loop_over(by_node, True) for by_node in (True, False)]), strict=True):
         assert sorted(itertools.chain(*found)) == list(range(24))
 
 

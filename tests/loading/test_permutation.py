@@ -56,10 +56,9 @@ def test_indices_of_any_length_are_below_it_and_differ(length, key, data):
     assert len(indices) == len(places)
 
 
-@pytest.mark.parametrize(("length", "keys"), [(3, 200), (4, 400)])
-def test_all_orders_of_few_are_equally_frequent(length, keys):
-    counts = Counter(tuple(Permutation(length, key)) for key in range(keys))
-    assert chi_square(counts, list(permutations(range(length)))) < 4
+def test_all_orders_of_few_are_equally_frequent():
+    counts = Counter(tuple(Permutation(4, key)) for key in range(240))
+    assert chi_square(counts, list(permutations(range(4)))) < 4
 
 
 @pytest.mark.parametrize("length", [50, 129, 1000, MANY])

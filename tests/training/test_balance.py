@@ -166,8 +166,7 @@ def test_random_tables_at_random_rounds_leave_the_bits(
 
 def test_a_run_is_resumed_on_other_ranks(alone: Any, tmp_path: Path) -> None:
     on(2, partial(train, True, 1, (str(tmp_path), 10)))
-    for ranks in (1, 3):
-        assert on(ranks, partial(train, True, 2, (str(tmp_path), -1)))[0] == alone[0]
+    assert on(3, partial(train, True, 2, (str(tmp_path), -1)))[0] == alone[0]
 
 
 def test_a_slowed_rank_is_found_and_carries_fewer() -> None:

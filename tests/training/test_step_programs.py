@@ -29,7 +29,7 @@ def programs(draw: Any) -> Program:
 def test_a_random_loop_trains_the_weights_of_one_device_or_is_refused(mode: Mode) -> None:
     kinds = Counter[str]()
 
-    @settings(derandomize=True, max_examples=15)
+    @settings(derandomize=True, max_examples=12)
     @given(programs())
     def check(program: Program) -> None:
         (outcomes,) = run_programs(mode, [program])

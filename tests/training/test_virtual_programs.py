@@ -11,7 +11,7 @@ from virtual_programs import MODES, any_program, verdicts_of
 
 @pytest.mark.parametrize(
     ("seeds", "modes"),
-    [(range(6), (SOLO, PROCESSES_2)), pytest.param(range(1000, 1020), MODES, marks=pytest.mark.slow)],
+    [(range(4), (SOLO, PROCESSES_2)), pytest.param(range(1000, 1020), MODES, marks=pytest.mark.slow)],
     ids=["some", "many"],
 )
 def test_random_loops_end_with_the_same_bits_or_are_refused(seeds: range, modes: tuple[Mode, ...]) -> None:

@@ -225,9 +225,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "ranks"), [(5, (1, 2, 5)), (8, (1, 3, 8))])
-def test_so_it_is_for_other_numbers_of_virtual_ranks(count: int, ranks: tuple[int, ...]) -> None:
-    assert len({on(each, partial(train, count=count)) for each in ranks}) == 1
+def test_so_it_is_for_other_numbers_of_virtual_ranks() -> None:
+    assert len({on(each, partial(train, count=5)) for each in (1, 2, 5)}) == 1
 
 
 ONE, ONES = partial(nn.Linear, 1, 1), partial(torch.ones, 8, 1)
@@ -999,7 +998,7 @@ def alone() -> dict[str, Any]:
     return dict(on(1, all_runs))
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, V))])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (V,))])
 def test_any_number_of_ranks_ends_with_the_same_bits(ranks: int, alone: dict[str, Any]) -> None:
     found = on(ranks, all_runs)
     assert [name for name in RUNS if found[name] != alone[name]] == []
@@ -1042,10 +1041,9 @@ def test_a_run_goes_on_with_its_bits_on_another_number_of_ranks(alone: dict[str,
         ]
 
     on(2, lambda: body(4))
-    for ranks in (1, 3):
-        whole, parts, mean = on(ranks, lambda: body(-1))
-        assert [whole[0], parts[0]] == [alone["two epochs"][0], alone["attention"][0]]
-        assert mean == alone["reports"][:2]
+    whole, parts, mean = on(3, lambda: body(-1))
+    assert [whole[0], parts[0]] == [alone["two epochs"][0], alone["attention"][0]]
+    assert mean == alone["reports"][:2]
 
 
 class Scaled(nn.Linear):

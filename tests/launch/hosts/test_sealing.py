@@ -338,10 +338,8 @@ def test_each_way_out_is_one(way: str, networks: tuple[str, str], tmp_path: Path
         ends = [each.end() for each in (one, two)]
     size = 0 if way == "insecure" else 64
     assert sorted(each[:2] for each in ends) == [(0, f"[rank {rank}] [{size}, {size}]\n") for rank in range(2)]
-    told = (
-        "without a secret, anyone who reaches 10.77.0.1:29400, or a port of a rank, can run code in the ranks; without "
-    )
-    told += "--rdzv-insecure they sign what they send\n"
+    told = "without a secret, anyone who reaches 10.77.0.1:29400, or a port of a rank, can run code in the ranks; "
+    told += "without --rdzv-insecure they sign what they send\n"
     assert sorted(each[2] for each in ends) == ["", told if way == "insecure" else ""]
     assert (tmp_path / ".unisono-secret").exists() == (way == "SLURM")
 

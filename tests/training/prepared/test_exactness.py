@@ -33,7 +33,7 @@ def train_like_one_device(cases: list[Case], mode: Mode) -> None:
         assert_all_are(states, plain_run(case, mode.ranks))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(cases(), st.sampled_from([SOLO, *(Mode("threads", ranks) for ranks in (2, 3, 4))]))
 def test_threads_train_like_one_device_however_the_samples_fall(case, mode):
     train_like_one_device([case], mode)

@@ -21,7 +21,6 @@ from unisono.errors import BrokenWorldError, CollectiveMismatchError
 RULE = "begin the same loops between the same collectives; a prepared loader gives each rank its part of the data only"
 FOLLOWS: dict[str, Callable[[Accelerator, Any], Any]] = {
     "a reduction": lambda accelerator, loader: unisono.all_reduce(torch.ones(1)),
-    "a barrier": lambda accelerator, loader: accelerator.wait_for_everyone(),
     "a metric": lambda accelerator, loader: [accelerator.gather_for_metrics(batch + 1) for [batch] in loader],
 }
 

@@ -87,12 +87,11 @@ def test_a_metric_refuses_gathered_rows_unless_it_does_not_gather_itself(mode: M
     assert mode.run(body) == [pytest.approx(expected, rel=1e-6)] * mode.ranks
 
 
-@pytest.mark.slow
-def test_batches_of_virtual_ranks_that_count_nowhere_update_nothing() -> None:
+@pytest.mark.parametrize("mode", [SOLO, pytest.param(PROCESSES_2, marks=pytest.mark.slow)], ids=str)
+def test_batches_of_virtual_ranks_that_count_nowhere_update_nothing(mode: Mode) -> None:
     def body() -> list[list[float]]:
         return [measured(witness_every) for witness_every in (None, 1)]
 
     alone = measured(None)
     assert len(alone) == len({*alone}) == 36
-    assert PROCESSES_2.run(body) == [[alone, alone]] * 2  # a rank gets each second batch again
-    assert measured(1) == alone
+    assert mode.run(body) == [[alone, alone]] * mode.ranks  # a rank gets batches again

