@@ -179,6 +179,20 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
     return bool(size) and all(map(is_certain, _nodes(tree)))
 
 
+def all_have_rows(tree: Any, dim: int = 0) -> bool:
+    """Whether each value of a batch has its rows along `dim`, or is a list with a text or number for each row. A single
+    sample seldom passes for one: its label has no rows."""
+    size = batch_size(tree, dim)
+
+    def has_rows(node: Any) -> bool:
+        if not is_container(node):
+            return size_along(node, dim) == size
+        held = children(node)
+        return len(held) == size if type(node) in (list, tuple) and are_plain(held) else all(map(has_rows, held))
+
+    return size is not None and has_rows(tree)
+
+
 def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
     """The tensors of a batch that is a tensor, or a plain list, tuple or dict of tensors only, as most are; None for
     any other. This runs on every step."""

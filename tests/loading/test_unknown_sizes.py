@@ -11,7 +11,7 @@ import torch
 from modes import SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unisono import Accelerator, DeviceLoader
 from unisono.loading.sharding import Part, Size, deal, measure
@@ -178,3 +178,41 @@ def test_beside_a_batch_that_does_not_tell_all_count_as_one() -> None:
     assert (first, second) == (Part(0, 0, 4, 1, 2, is_sized=False), Part(1, 0, 1, 1, 2, is_sized=False))
     assert [part.samples for part in deal([unsized, told], 5)] == [1, 0, 0, 1, 0]
     assert [part.repeated for part in deal([unsized, told], 5)] == [0, 1, 1, 0, 4]
+
+
+class Samples(Dataset):
+    """Each of four features, with a label."""
+
+    def __init__(self, labels: list[Any]) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), float(index)), self.labels[index]
+
+
+class Streamed(Samples, IterableDataset):
+    """The same, one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+
+@pytest.mark.parametrize("kind", [Samples, Streamed])
+@pytest.mark.parametrize("labels", [range(5), torch.arange(5), "abcde"], ids=["number", "tensor", "text"])
+def test_single_samples_of_a_loader_without_batches_stay_whole(kind: Any, labels: Any) -> None:
+    def body() -> list[Any]:
+        loader = DeviceLoader(DataLoader(kind(list(labels)), batch_size=None))
+        return [(features.tolist(), label, loader.valid_samples > 0) for features, label in loader]
+
+    found = [each for rank in THREADS_2.run(body) for each in rank]
+    assert all(features == [float(list(labels).index(label))] * 4 for features, label, _ in found)
+    assert sorted(features[0] for features, _, counts in found if counts) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_dividing_batches_that_cannot_be_cut_is_said_to_speed_up_nothing(caplog: Any) -> None:
+    samples = DataLoader(Samples([*range(3)]), batch_size=None)
+    THREADS_2.run(lambda: [len([*DeviceLoader(samples, split=split)]) for split in ("global", "rank")])
+    assert [each.getMessage().partition(" (")[0] for each in caplog.records] == ["split='global'"]

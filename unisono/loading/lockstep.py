@@ -33,7 +33,7 @@ from unisono.loading.channel import EndOfChannel
 from unisono.loading.pipeline import Delivery, Lane, Stamps
 from unisono.loading.sharding import Claim, Rule, mark_of
 from unisono.loading.sources import State
-from unisono.tree import batch_size, can_cut, take, tree_map
+from unisono.tree import all_have_rows, batch_size, can_cut, take, tree_map
 from unisono.world import World
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]  # `streams.py` says which of them does when
@@ -297,7 +297,7 @@ class Lockstep:
     def _spare_of(self, own: Delivery) -> Delivery:
         """Return a sample of a batch, as often as the rule pads batches to, or the batch if it cannot be cut."""
         size = batch_size(own.batch, self._dim) or 1
-        if can_cut(own.batch, self._dim):
+        if can_cut(own.batch, self._dim) and all_have_rows(own.batch, self._dim):  # else it may be one sample
             size = size if self._rule.tail == "pad" else 1
             self._lane.backend.wait_ready(own.token)
             own = own._replace(batch=take(own.batch, [0] * size, self._dim))

@@ -34,7 +34,7 @@ import torch
 
 from unisono.arguments import check_choice
 from unisono.batches.virtual_ranks import Draw, VirtualRanks
-from unisono.tree import batch_size, can_cut, is_array, leaves, may_list_samples, take
+from unisono.tree import all_have_rows, batch_size, can_cut, is_array, leaves, may_list_samples, take
 
 logger = logging.getLogger(__name__)
 
@@ -252,6 +252,12 @@ def rounds(
             return
         full = -(-largest // rule.count) if rule.split == "global" else largest
         parts = deal(sizes, rule.count, full if rule.tail == "pad" else 0)
+        if not before and 0 in rule.kept and rule.batches < rule.count and not any(size.can_be_cut for size in sizes):
+            logger.warning(
+                "split='global' (split_batches=True) divides batches, and these do not say what a sample is: one of "
+                "%d devices gets all of a batch, the others repeat it without effect; split='rank' gives each its own",
+                rule.count,
+            )
         before, samples = sizes, sum(size.samples for size in sizes)
         yield Round(group, sizes, parts, start, start := start + samples)
 
@@ -266,15 +272,17 @@ def check_sizes_known(sizes: Sequence[Size]) -> None:
         )
 
 
-def measure(batch: Any, dim: int, known: int | None = None, is_cut: bool = True) -> Size:
-    """Return the size of a loaded batch, `known` if given. Check whether it can be cut only if `is_cut`."""
+def measure(batch: Any, dim: int, known: int | None = None, is_cut: bool = True, is_item: bool = False) -> Size:
+    """Return the size of a loaded batch, `known` if given. Check whether it can be cut only if `is_cut`; an item of a
+    dataset cannot be unless every value in it has rows: else it may be one sample, whose rows are its features."""
     size = batch_size(batch, dim) if known is None or is_cut else known
     if known is None and (size is None or (may_list_samples(batch) and len(batch) != size)):
         return Size(1, False, type(batch).__name__)
     if size is None:
         return Size(known or 0, can_be_cut=False)
     samples = size if known is None else known
-    return Size(samples, can_be_cut=not is_cut or (samples == size and can_cut(batch, dim)))
+    is_certain = not is_item or all_have_rows(batch, dim)
+    return Size(samples, can_be_cut=not is_cut or (samples == size and is_certain and can_cut(batch, dim)))
 
 
 def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:

@@ -203,6 +203,8 @@ class PlainSource(Source):
     """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank. The
     seed is only saved in the state, and compared on loading."""
 
+    _are_items = False
+
     def __init__(self, loader: Iterable[Any], dim: int, seed: int | None = None) -> None:
         super().__init__(getattr(loader, "dataset", None), seed or 0)
         self._loader: Any = loader
@@ -218,7 +220,9 @@ class PlainSource(Source):
             return {"offset": offset, "batches": before + batches, "first": first, **own}
 
         made = loaded if kept is None else iter(kept)
-        return Begun(epoch, position, rounds_of_loaded(made, rule, self._dim, position["offset"], after, first))
+        return Begun(
+            epoch, position, rounds_of_loaded(made, rule, self._dim, position["offset"], after, first, self._are_items)
+        )
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position must say how many batches precede it."""
@@ -286,6 +290,8 @@ class ItemSource(PlainSource):
     """A DataLoader with batch_size=None over a map-style dataset: an item may itself be a batch, of any size. `items`
     yields them in the order of (seed, epoch), each as a batch of one."""
 
+    _are_items = True
+
     def __init__(self, items: Source, dim: int) -> None:
         super().__init__((), dim, items.seed)
         self._items, self._sized, self.order = items, items._sized, items.order
@@ -334,15 +340,17 @@ def rounds_of_loaded(
     offset: int,
     after: Callable[[int, int, int], Any],
     first: int | None = None,
+    are_items: bool = False,
 ) -> Iterator[list[Piece]]:
     """The pieces that this process keeps of each round of loaded batches, after `offset` samples of the epoch.
     `after(samples, batches, first)` is the position after a round: the samples of the epoch, and the batches of this
-    pass, up to its end; `first` is the size of the epoch's first batch, also the size to pad to."""
+    pass, up to its end; `first` is the size of the epoch's first batch, also the size to pad to. If `are_items`, a
+    batch may be a single sample of a dataset."""
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     is_thorough = rule.is_compared
     start = offset // rule.shards
-    size_of = lambda each, is_cut: measure(each[0], dim, each[1], is_cut)  # noqa: E731
+    size_of = lambda each, is_cut: measure(each[0], dim, each[1], is_cut, are_items)  # noqa: E731
     for number, dealt in enumerate(rounds(loaded, rule, size_of, None, start, first)):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]

@@ -123,7 +123,7 @@ class StreamSource(Source):
         if self.is_uneven:  # a round is one batch of this rank
             rule = Rule(tail=rule.tail, fixed_batch_size=rule.fixed_batch_size)
         full = size if rule.tail == "pad" else None
-        pieces = rounds_of_loaded(loaded(), rule, dim, before.offset, after, full)
+        pieces = rounds_of_loaded(loaded(), rule, dim, before.offset, after, full, are_items=size is None)
         return Begun(epoch, taken.to_state(), pieces, stream)
 
     def compare(self, world: World) -> None:
