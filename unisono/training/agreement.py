@@ -33,6 +33,10 @@ _MANY_WORDS = 4096  # of 8 bytes; with more than these, rows are summed first, w
 _ROW = 127  # odd, so that changes of the highest bit in all of its words do not cancel out
 
 
+_Held = tuple[str, str, int | None]
+"""A tensor's name, form, and fingerprint, None if only forms are compared."""
+
+
 class _Calls(WeakKeyDictionary[nn.Module, int]):
     """The number of calls of `check_replicas` by a rank, for each module."""
 
@@ -51,6 +55,25 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
         raise CollectiveMismatchError(
             f"the ranks' models differ: {name} is {holders}; build the same model on every rank (torch.manual_seed) or "
             "call broadcast_parameters(model) before the first step"
+        )
+
+
+def check_same_structure(module: nn.Module, world: World) -> None:
+    """Compare the ranks' modules before they are wrapped: CollectiveMismatchError names the first parameter or buffer
+    whose name, shape or type differs, or that not every rank trains. A collective."""
+    if world.world_size == 1:
+        return
+    world.comm.announce("a comparison of the ranks' models")
+    own: list[_Held] = [
+        (f"the parameter {name!r}", with_shape(each) + ("" if each.requires_grad else ", frozen"), None)
+        for name, each in module.named_parameters()
+    ]
+    own += [(f"the buffer {name!r}", with_shape(each), None) for name, each in module.named_buffers()]
+    if len({*world.comm.all_gather_object(zlib.crc32(repr(own).encode()))}) > 1:
+        name, holders, _ = _first_unequal(own, world)
+        raise CollectiveMismatchError(
+            f"the ranks' models differ: {name} of the {type(module).__name__} is {holders}; build the same model on "
+            "every rank, from numbers that are the same on all: size = unisono.all_gather_object(size)[0]"
         )
 
 
@@ -237,11 +260,16 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> tuple[
         return None
     tensors = readable(list(named.values()), world)
     own = [(name, with_shape(each), int(fingerprint([each]))) for name, each in zip(named, tensors, strict=True)]
+    return _first_unequal(own, world)
+
+
+def _first_unequal(own: Sequence[_Held], world: World) -> tuple[str, str, list[int]]:
+    """As `_first_difference`, of what is held on ranks that differ."""
     everyone = world.comm.all_gather_object(own)
     # By position, not by name: from the first difference on, models of different structure have different names.
     rows = zip_longest(*everyone)
     row = next(row for row in rows if any(each != row[0] for each in row))
-    groups: dict[tuple[str, str, int] | None, list[int]] = {}
+    groups: dict[_Held | None, list[int]] = {}
     for rank, held in enumerate(row):
         groups.setdefault(held, []).append(rank)
     name = next(held[0] for held in groups if held is not None)
@@ -263,8 +291,10 @@ def readable(tensors: Sequence[torch.Tensor], world: World) -> Sequence[torch.Te
     return [each.detach().cpu() for each in tensors] if world.backend.is_lazy else tensors
 
 
-def _describe_value(held: tuple[str, str, int] | None, name: str) -> str:
+def _describe_value(held: _Held | None, name: str) -> str:
     if held is None:
         return "missing"
     own_name, form, bits = held
-    return f"{form} with bits {bits % 2**64:016x}" if own_name == name else f"{own_name}, {form}"
+    if own_name != name:
+        return f"{own_name}, {form}"
+    return form if bits is None else f"{form} with bits {bits % 2**64:016x}"

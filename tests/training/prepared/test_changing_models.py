@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from twin import Plain, State, assert_all_are, assert_same_bits, loader_of, seeded, sgd, straight, train, whole
 
-from unisono import Accelerator
+from unisono import Accelerator, all_gather_object, rank
+from unisono.errors import CollectiveMismatchError
 from unisono.strategies import DDP
 
 ALL = [
@@ -145,6 +148,46 @@ def test_a_scripted_model_is_refused_and_scripted_when_trained(mode: Mode) -> No
         assert "cannot be prepared: it is a ScriptModule" in whole_one
         assert "its part '0' is a ScriptModule" in part
         assert is_equal
+
+
+# What is made on a rank from a number of its own, and how the error names the first difference.
+STRUCTURES: list[tuple[Callable[[int], nn.Module], str]] = [
+    (lambda size: nn.Embedding(size, 2), "the parameter 'weight' of the Embedding is float32[3, 2] on rank 0 and"),
+    (lambda size: nn.Sequential(*map(nn.Linear, [2] * size, [2] * size)), "'3.weight' of the Sequential is missing on"),
+    (lambda size: nn.Sequential(OrderedDict({f"a{size}": nn.Linear(2, 2)})), "and the parameter 'a4.weight', float32"),
+    (lambda size: nn.Linear(2, 2, dtype=torch.float64 if size == 4 else None), "and float64[2, 2] on rank 1"),
+    (lambda size: nn.Linear(2, 2).requires_grad_(size == 4), "is float32[2, 2], frozen on rank 0 and float32[2, 2] on"),
+    (lambda size: nn.BatchNorm1d(size, affine=False), "the buffer 'running_mean' of the BatchNorm1d is float32[3]"),
+]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_models_of_another_structure_on_a_rank_are_refused_by_name(strategy: str) -> None:
+    def body() -> list[str]:
+        accelerator, size = Accelerator(strategy=strategy), 3 + rank()
+        models = [make(size) for make, _ in STRUCTURES]
+        said = [told(lambda each=each: accelerator.prepare(each), CollectiveMismatchError) for each in models]
+        advised = all_gather_object(size)[0]
+        accelerator.prepare(nn.Sequential(nn.Embedding(advised, 2)))
+        return said
+
+    for said in PROCESSES_2.run(lambda: body()):
+        for words, (_, expected) in zip(said, STRUCTURES, strict=True):
+            assert "the ranks' models differ: " in words
+            assert expected in words
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch(mode: Mode) -> None:
+    def body() -> str:
+        model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+        said = told(lambda: Accelerator().prepare(model), ValueError)
+        model(torch.ones(2, 5))
+        Accelerator().prepare(model)
+        return said
+
+    for said in mode.run(body):
+        assert "'0.weight' of a lazy layer has no shape before a first forward pass" in said
 
 
 def converted(accelerator: Any, loader: DataLoader[Any]) -> State:

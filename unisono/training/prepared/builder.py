@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from unisono.devices.movement import map_module, move_module
 from unisono.devices.randomness import seed_of, seed_python
+from unisono.training.agreement import check_same_structure
 from unisono.training.batch_norm import synchronize_batch_norm
 from unisono.training.compilation import compile_module
 from unisono.training.digests import Digests
@@ -63,6 +64,7 @@ class Builder:
         # After the move, which may replace the parameters by others, without their hooks.
         if self.compiles is not False:
             compile_module(module, {} if self.compiles is True else self.compiles)
+        check_same_structure(module, self.world)
         engine = self.strategy.wrap_model(module)
         made = PreparedModel(engine, self.passes, self.autocast)
         # Until the first model is prepared, the ranks draw the same numbers; from here on, each draws its own.

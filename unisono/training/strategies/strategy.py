@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from unisono.devices import CPU
@@ -124,8 +125,14 @@ class Strategy:
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model whose gradients or parameters another engine reduces or shards, or that torch has compiled to a
-    program with parameters and hooks of its own."""
+    """Refuse a model whose gradients or parameters another engine reduces or shards, that torch has compiled to a
+    program with parameters and hooks of its own, or whose parameters have no shape yet."""
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(each):
+            raise ValueError(
+                f"the {type(model).__name__} cannot be prepared: {name!r} of a lazy layer has no shape before a first "
+                "forward pass; call the model on a batch before prepare() and before the optimizer is made"
+            )
     fsdp = "torch.distributed.fsdp"
     engines = loaded_class(fsdp, "FSDPModule"), loaded_class(fsdp, "FullyShardedDataParallel")
     for name, part in model.named_modules():
