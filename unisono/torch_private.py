@@ -55,6 +55,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     "BACKWARD_HOOKS": ("torch.Tensor._backward_hooks", "keeps hooks of parameters with fsdp"),
     "POST_GRADIENT_HOOKS": ("torch.Tensor._post_accumulate_grad_hooks", "keeps hooks of parameters with fsdp"),
     "SEQUENCE_NUMBER": ("torch._C._FunctionBase._sequence_nr", "sees what a loss was computed from"),
+    "is_in_torch_func": ("torch._C._functorch.is_functorch_wrapped_tensor", "sees which passes torch.func.grad makes"),
+    "get_unwrapped": ("torch._C._functorch.get_unwrapped", "sees which passes torch.func.grad makes"),
     # Many tensors in one call.
     "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),

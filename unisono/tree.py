@@ -26,6 +26,8 @@ import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.torch_private import get_unwrapped, is_in_torch_func
+
 PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 _PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
 _TENSOR, _STRIDED = frozenset((torch.Tensor,)), frozenset((torch.strided,))
@@ -107,6 +109,13 @@ def tensors(tree: Any) -> list[torch.Tensor]:
         else:
             _look_into(leaf, found)
     return [*found.values()]
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the transformations of `torch.func` have wrapped, or itself."""
+    while is_in_torch_func(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def _look_into(leaf: Any, found: dict[int, torch.Tensor]) -> None:

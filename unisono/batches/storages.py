@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import torch
 
 from unisono.torch_private import STORAGE_ADDRESS, free_weak_storage, is_storage_expired, weak_storage
+from unisono.tree import innermost
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class StorageMap(Generic[T]):
 
     def find(self, tensor: torch.Tensor) -> T | None:
         """The note for this tensor; else for one that contains it; else for one that overlaps it; else None."""
-        if (storage := _storage_of(tensor)) is None:
+        if (storage := _storage_of(tensor := innermost(tensor))) is None:
             return None
         held = self._held.get(getattr(storage, STORAGE_ADDRESS))
         return held.find(*_stretch_of(tensor, storage.nbytes())) if isinstance(held, _Notes) else held

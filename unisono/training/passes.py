@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
 from unisono.report.timeline import BACKWARD
-from unisono.torch_private import SEQUENCE_NUMBER, current_graph_task_id
+from unisono.torch_private import SEQUENCE_NUMBER, current_graph_task_id, is_in_torch_func
 from unisono.training import claims
 from unisono.training.backward import BackwardPasses
 from unisono.training.claims import Origin, find_origin
@@ -80,9 +80,12 @@ class Passes(BackwardPasses):
         """Watch for a backward pass to reach these outputs of the model."""
         if engine.hooks.is_removed:
             return
+        found = tensors(outputs)
+        if any(map(is_in_torch_func, found)) and engine.members.is_out_of_reach():
+            return
         arrive = partial(self._arrive_at_output, ref(self), ref(engine), origin)
         computed, shows_pass = [], False
-        for each in tensors(outputs):
+        for each in found:
             if each.is_leaf and each.requires_grad:
                 continue  # a parameter: a hook would outlive this pass, and its memory belongs to no batch
             computed.append(each)

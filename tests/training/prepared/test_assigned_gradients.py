@@ -9,7 +9,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from twin import State, compare, loader_of, mean_loss, model, seeded, sgd, steps, train
@@ -66,10 +66,41 @@ def with_parameters_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> Sta
     return network.state_dict()
 
 
+def beside_gradients_of_each_sample(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """As samples are weighted by the norms of their gradients, which torch.func computes of parameters held fixed."""
+    layer = seeded(nn.Linear(5, 2).double())
+    network, optimizer, loader = accelerator.prepare(layer, sgd(layer.parameters()), loader)
+    for inputs, targets, _ in loader:
+        fixed = {name: each.detach() for name, each in network.named_parameters()}
+        norms = vmap(lambda *one: grad(partial(squared, network))(*one)["weight"].norm(), (None, 0, 0))
+        weights = norms(fixed, inputs, targets)
+        accelerator.backward((weights * F.mse_loss(network(inputs), targets, reduction="none").mean(1)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+def squared(network: Any, parameters: Any, one: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(functional_call(network, parameters, (one[None],)), target[None])
+
+
+def penalized_by_torch_func(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """By the gradients of the samples, through the parameters that train."""
+    layers = seeded(nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)).double())
+    network, optimizer, loader = accelerator.prepare(layers, sgd(layers.parameters()), loader)
+    for inputs, targets, _ in loader:
+        slopes = vmap(grad(lambda one: network(one[None]).sum()))(inputs)
+        accelerator.backward(F.mse_loss(network(inputs), targets) + slopes.square().sum(1).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
 @MODES
 def test_models_run_with_other_parameters_weigh_their_own_gradients_once(mode: Mode) -> None:
     lines = {each.__name__: steps(each) for each in (learned_to_learn, with_first_order_steps)}
     compare(mode, {**lines, "formula": by_formula, "own": with_parameters_of_its_own})
+    compare(mode, {each.__name__: each for each in (beside_gradients_of_each_sample, penalized_by_torch_func)})
 
 
 def learned_on_parts(accelerator: Any, network: Any, batch: Any, reduces: bool = False) -> None:

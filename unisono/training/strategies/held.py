@@ -18,9 +18,16 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, VERSION, will_engine_execute_node
+from unisono.torch_private import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
+    VERSION,
+    will_engine_execute_node,
+)
 from unisono.training.machine import Held
 from unisono.training.steps import Steps
+from unisono.tree import innermost
 
 
 class Members:
@@ -61,6 +68,11 @@ class Members:
     def is_replaced(self) -> bool:
         """Whether `torch.func.functional_call` has put other tensors in the place of parameters."""
         return any(each is not None and not isinstance(each, nn.Parameter) for each in _values(self._tables[1]))
+
+    def is_out_of_reach(self) -> bool:
+        """Whether the running forward pass is one of `torch.func.grad`, of other tensors that no backward pass leads
+        back to parameters from."""
+        return not any(innermost(each).requires_grad for each in _values(self._tables[1]) if each is not None)
 
     def has_changed(self) -> bool:
         """Whether its parts, its parameters, or what is frozen of them, are others than at the last call."""
