@@ -124,7 +124,8 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
             take(_place_of(world, os.environ))  # child processes of the script are not this rank
             run_target(target)
         has_met = before is None or world.comm.progress != before  # type: ignore[attr-defined]
-        if world.world_size > 1 and world.rank == 0 and not (has_met or count_of(world, "batches")):
+        is_help = not {"-h", "--help"}.isdisjoint(target.argv)
+        if world.world_size > 1 and world.rank == 0 and not (has_met or is_help or count_of(world, "batches")):
             logger.warning(
                 "%s has run on %d ranks, and rank 0 has called no collective: a script that does not divide its work "
                 "by rank has done all of it on each; an Accelerator that prepares the model, the optimizer and the "
