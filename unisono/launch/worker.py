@@ -32,7 +32,7 @@ import torch
 import torch.utils.data  # here, so that every fork has it
 
 from unisono.comm import preemption
-from unisono.comm.outcome import Outcome, chain_of, this_process
+from unisono.comm.outcome import Outcome, add_note_once, chain_of, text_of, this_process
 from unisono.comm.pickling import loads_call
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.reasons import is_of_transport
@@ -177,8 +177,8 @@ def _in_callers_terms(outcome: Outcome[Any], rank: int, world: World | None) -> 
         error = translate_error(error, world.comm)
     add_limit_note(error)
     # Raised by input(), and by pdb.set_trace() and its like.
-    if str(error) == "EOF when reading a line" or (isinstance(error, BdbQuit) and not _has_terminal()):
-        error.add_note(_NO_TERMINAL)
+    if text_of(error) == "EOF when reading a line" or (isinstance(error, BdbQuit) and not _has_terminal()):
+        add_note_once(error, _NO_TERMINAL)
     return replace(outcome, error=error, where=where, is_secondary=is_secondary)
 
 
@@ -212,8 +212,8 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
         fn, args = loads_call(job.call, lambda settings: _adopt_settings(settings, world, reporter))
     except Exception as error:
         raise UnpicklableError(
-            f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); everything they "
-            "refer to must be importable there"
+            f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {text_of(error)}); "
+            "everything they refer to must be importable there"
         ) from error
     finally:
         _is_loading = False
