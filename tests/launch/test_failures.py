@@ -82,6 +82,17 @@ def test_an_error_that_cannot_be_read_or_noted_arrives_all_the_same(kind):
     assert caught.value.__notes__[-1].startswith(("rank ", "ranks "))
 
 
+@pytest.mark.parametrize(("leave", "code"), [(int, 0), (partial(sys.exit, 3), 3), (partial(int, "x"), 1)])
+def test_a_child_that_fn_forks_and_leaves_fn_in_reports_nothing(leave, code):
+    def fork(index):
+        child = os.fork()
+        if not child:
+            return leave()
+        return index, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert spawn(fork, nprocs=2) == [(0, code), (1, code)]
+
+
 class Unloadable:
     def __reduce__(self):
         return int, ("not a number",)

@@ -32,13 +32,13 @@ import torch
 import torch.utils.data  # here, so that every fork has it
 
 from unisono.comm import preemption
-from unisono.comm.outcome import Outcome, add_note_once, chain_of, text_of, this_process
+from unisono.comm.outcome import Outcome, add_note_once, chain_of, text_of, this_process, traceback_of
 from unisono.comm.pickling import loads_call
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.reasons import is_of_transport
 from unisono.comm.sealing import use_secret
 from unisono.comm.selection import innermost, translate_error
-from unisono.comm.stacks import TELL_STACKS
+from unisono.comm.stacks import TELL_STACKS, fold_frames
 from unisono.devices import get_backend
 from unisono.devices.cores import cores_near
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
@@ -87,7 +87,10 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
             recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank), own)
             observe_plain_loops(world)
         with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
+            process = os.getpid()
             outcome = Outcome.capture(_call_fn, job, world, reporter)
+            if os.getpid() != process:
+                _end_forked(outcome)
             # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
@@ -154,6 +157,18 @@ def _end(
             atexit._run_exitfuncs()  # what fn has registered, and what has to be flushed
             close_files(made_before)
     os._exit(int(outcome.error is not None))
+
+
+def _end_forked(outcome: Outcome[Any]) -> NoReturn:
+    """End a child that fn has forked, and that has left fn, as Python ends one: its parent reports for the rank."""
+    error, code = outcome.error, int(outcome.error is not None)
+    if isinstance(error, SystemExit):
+        code = exit_error(error, -1).exit_code or 0
+    with contextlib.suppress(Exception):  # of streams that fn has closed
+        if error is not None and not isinstance(error, SystemExit):
+            print(fold_frames(traceback_of(error)), end="", file=sys.stderr)
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def _note_step(steps: StepsDone, _: int, done: int | None) -> None:
