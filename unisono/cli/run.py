@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from unisono import errors
 from unisono.cli import run_options
 from unisono.cli.run_options import endpoint_of, node_range
 from unisono.errors import RemoteError, RemoteTraceback, UnisonoError, WorkerDiedError, WorkerHungError
@@ -244,7 +245,9 @@ def print_failure(error: Exception) -> int:
         text = f"unisono: {error}\n"  # complete without a traceback
     text = text if shows_all_frames() else fold_frames(text)
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
-    if isinstance(error, UnisonoError) and type(error) is not UnisonoError:
+    kind = type(error)
+    # The page has what users catch by name.
+    if isinstance(error, UnisonoError) and kind is not UnisonoError and getattr(errors, kind.__name__, None) is kind:
         notes.append(_page_of(type(error)))
     print("\n".join([text.rstrip(), *notes]), file=sys.stderr, flush=True)
     return exit_code_of(error)
