@@ -810,6 +810,22 @@ def test_the_exit_code_tells_of_an_interrupt(tmp_path):
         assert script.survivors() == []
 
 
+def test_an_interrupt_that_the_import_of_torch_loses_ends_the_command(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(1000): pass\n"
+        "except KeyboardInterrupt:\n    pass  # as its native code does\nraise ImportError('not the real one')\n"
+    )
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", __file__]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environ, capture_output=True, timeout=60, preexec_fn=_take_interrupts)
+    assert ended.returncode == 130, ended.stderr
+
+
+def _take_interrupts():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # What is refused.
 
 
