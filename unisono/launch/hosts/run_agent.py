@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from unisono.comm.outcome import Outcome
-from unisono.comm.sealing import sealed_store, use_secret
+from unisono.comm.sealing import seal, sealed_store, unseal, use_secret
 from unisono.errors import UnisonoError
 from unisono.launch.context import handlers_set
 from unisono.launch.held_memory import held_memory, save_snapshot
@@ -86,7 +86,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
             _, plain = create_backend(parameters)
         check_run_of(plain, options.run_id, options.endpoint, is_alone=options.max_nodes == 1 and not is_host)
         store = sealed_store(plain)
-        _check_nodes(store, options)
+        _check_nodes(plain, options)
         log_directory = None if log_dir is None else make_log_directory(log_dir, _agreed_name(store, options))
         sealed = SealedBackend(plain, options.run_id)
         missing, left_out = Missing(parameters), LeftOut(parameters)
@@ -199,11 +199,13 @@ def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
     del store  # the store is served until here
 
 
-def _check_nodes(store: Any, options: MachineOptions) -> None:
+def _check_nodes(plain: Any, options: MachineOptions) -> None:
     """Check that the agents of the run ask for the same machines: otherwise some wait, and others begin. UnisonoError:
     the first one to ask has other numbers."""
     own = ":".join(map(str, sorted({options.min_nodes, options.max_nodes})))
-    agreed = store.compare_set(f"unisono/nodes/{options.run_id}", "", own).decode()
+    # Sealed here: a sealed store of a process without a secret is the plain one, and takes signed bytes for plain ones.
+    key = f"unisono/nodes/{options.run_id}"
+    agreed = unseal(plain.compare_set(key, "", seal(own.encode(), key)), key).decode()
     if agreed != own:
         raise UnisonoError(
             f"an agent of the run {options.run_id!r} at {options.endpoint} has --nnodes {agreed}, and this one {own}; "
