@@ -17,7 +17,10 @@ import warm_scripts
 from faults import PATIENCE_S, SOON_S, Line, Script
 
 from unisono.cli.main import main
+from unisono.cli.run import print_failure
+from unisono.comm.sealing import UnsignedError
 from unisono.devices.cores import usable_cores
+from unisono.errors import ClosedError
 from unisono.launch import messages
 
 Run = Callable[..., tuple[int, str, str]]
@@ -179,6 +182,8 @@ def test_words_for_the_number_of_workers_are_those_of_torchrun(run, script):
         (["--local-ranks-filter", "0"], "--log-ranks 0,1"),
         (["--no-python"], "-m a module"),
         (["--role", "trainer"], "leave it out"),
+        (["--use_env"], "leave it out"),
+        (["--signals-to-handle=SIGUSR1"], "always reach the workers"),
     ],
     ids=str,
 )
@@ -806,7 +811,45 @@ def test_the_exit_code_tells_of_an_interrupt(tmp_path):
         assert script.survivors() == []
 
 
+def test_an_interrupt_that_the_import_of_torch_loses_ends_the_command(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(1000): pass\n"
+        "except KeyboardInterrupt:\n    pass  # as its native code does\nraise ImportError('not the real one')\n"
+    )
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", __file__]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environ, capture_output=True, timeout=60, preexec_fn=_take_interrupts)
+    assert ended.returncode == 130, ended.stderr
+
+
+def _take_interrupts():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # What is refused.
+
+
+def test_only_an_error_that_the_page_has_ends_with_a_link_to_it(capsys):
+    assert print_failure(UnsignedError("not signed")) == 1
+    assert capsys.readouterr().err == "unisono: not signed\n"
+    assert print_failure(ClosedError("closed")) == 1
+    assert capsys.readouterr().err.endswith("errors/#closederror\n")
+
+
+def test_of_a_directory_the_script_is_named(run, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").touch()
+    code, output, errors = run(str(tmp_path / "package"))
+    assert (code, output) == (2, "")
+    assert f"; {tmp_path}/package/__main__.py is one\n" in errors
+
+
+def test_the_cpu_is_no_accelerator_that_is_missed(run, script, monkeypatch):
+    monkeypatch.setattr("unisono.devices.cores.family_names", lambda: ["xla", "cpu"])
+    code, _, errors = run("-n", "gpu", script(""))
+    assert code == 2
+    assert "this machine has no accelerator of xla; pass -n cpu, or a number" in errors
 
 
 @pytest.mark.parametrize(

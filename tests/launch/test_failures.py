@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -52,6 +53,44 @@ def test_an_error_keeps_its_type_and_tells_where_it_came_from():
     shown = "".join(traceback.format_exception(error))
     assert shown.index('raise FileNotFoundError(2, "no such data", "train.csv")') < shown.index("the direct cause")
     assert "test_failures.py" in shown
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class SilentError(RuntimeError):
+    def __str__(self):
+        raise TypeError("no text")
+
+
+class NotedError(Exception):
+    def __init__(self):
+        self.__notes__ = "a text, and no list"
+
+
+@pytest.mark.parametrize("kind", [partial(FrozenError, 3), partial(SilentError, "x"), NotedError])
+def test_an_error_that_cannot_be_read_or_noted_arrives_all_the_same(kind):
+    def fail(index):
+        raise kind()
+
+    error = kind()
+    with pytest.raises(type(error)) as caught:
+        spawn(fail, nprocs=2)
+    assert (caught.value.args, type(caught.value.__cause__)) == (error.args, RemoteTraceback)
+    assert caught.value.__notes__[-1].startswith(("rank ", "ranks "))
+
+
+@pytest.mark.parametrize(("leave", "code"), [(int, 0), (partial(sys.exit, 3), 3), (partial(int, "x"), 1)])
+def test_a_child_that_fn_forks_and_leaves_fn_in_reports_nothing(leave, code):
+    def fork(index):
+        child = os.fork()
+        if not child:
+            return leave()
+        return index, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert spawn(fork, nprocs=2) == [(0, code), (1, code)]
 
 
 class Unloadable:

@@ -10,13 +10,18 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import os
 import shlex
+import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from unisono import errors
 from unisono.cli import run_options
 from unisono.cli.run_options import endpoint_of, node_range
 from unisono.errors import RemoteError, RemoteTraceback, UnisonoError, WorkerDiedError, WorkerHungError
@@ -38,9 +43,10 @@ def run(parsed: argparse.Namespace) -> int:
     is_here = parsed.standalone or (parsed.nnodes in (None, (1, 1)) and endpoint_of(parsed) is None)
     if not (is_here and parsed.nproc == 1) and parsed.start_method in (None, "zygote"):
         warm_early(parsed.inherited)  # it imports torch while this process does
-    from unisono.devices.cores import workers_per_node
-    from unisono.launch.hosts.environment import announced_agent
-    from unisono.launch.run_target import Target, check_target
+    with _ended_by_interrupts():
+        from unisono.devices.cores import workers_per_node
+        from unisono.launch.hosts.environment import announced_agent
+        from unisono.launch.run_target import Target, check_target
 
     target = Target(parsed.target, tuple(parsed.arguments), parsed.module)
     if parsed.nproc is None and {"-n", "--nproc-per-node"} & {*parsed.arguments}:
@@ -71,6 +77,20 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.log_dir is not None and made:  # a launcher's worker makes none
         _print_end(made[-1], time.monotonic() - began)
     return 0
+
+
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end this process at once while torch is imported, whose native code loses a KeyboardInterrupt."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_default = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_default:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _preload(parsed: argparse.Namespace, target: Target) -> None:
@@ -244,7 +264,9 @@ def print_failure(error: Exception) -> int:
         text = f"unisono: {error}\n"  # complete without a traceback
     text = text if shows_all_frames() else fold_frames(text)
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
-    if isinstance(error, UnisonoError) and type(error) is not UnisonoError:
+    kind = type(error)
+    # The page has what users catch by name.
+    if isinstance(error, UnisonoError) and kind is not UnisonoError and getattr(errors, kind.__name__, None) is kind:
         notes.append(_page_of(type(error)))
     print("\n".join([text.rstrip(), *notes]), file=sys.stderr, flush=True)
     return exit_code_of(error)

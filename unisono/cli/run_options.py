@@ -148,6 +148,13 @@ _REFUSED = {
     "--no-python --no_python": "the target is a Python script, or with -m a module; a script can call subprocess.run",
     "--role": "the workers of unisono run have one role, default; leave it out",
     "--logs-specs --logs_specs": "--log-dir DIR keeps the output of all workers",
+    "--duplicate-stdout-filters --duplicate_stdout_filters --duplicate-stderr-filters --duplicate_stderr_filters": (
+        "--log-dir DIR keeps the output of all workers"
+    ),
+    "--event-log-handler --event_log_handler": "--log-dir DIR keeps a record of the run",
+    "--run-path --run_path --use-env --use_env": "unisono run does so always; leave it out",
+    "--signals-to-handle --signals_to_handle": "SIGTERM and Ctrl-C always reach the workers; leave it out",
+    "--virtual-local-rank --virtual_local_rank": "give torch.cuda.set_device the LOCAL_RANK, and leave it out",
 }
 
 # Spellings, the name of the value (none for a switch), help, settings of `add_argument`; without spellings a group.

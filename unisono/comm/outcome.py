@@ -36,6 +36,7 @@ P = ParamSpec("P")
 _DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
 _CAUSED = "The above exception was the direct cause of the following exception:"
 _SUGGESTION = r"Did you .*\?"  # Python's, after the message of an error
+_set = BaseException.__setattr__  # an error that is a frozen dataclass refuses its own
 _NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
 
 
@@ -81,7 +82,7 @@ class Outcome(Generic[T]):
         except Exception as reason:
             refusal = UnpicklableError(
                 f"the result, a {type(self.value).__name__}, cannot be sent to the calling process "
-                f"({type(reason).__name__}: {_text_of(reason)}); return tensors, numbers or other picklable data"
+                f"({type(reason).__name__}: {text_of(reason)}); return tensors, numbers or other picklable data"
             )
             return self._pack_error(refusal)
         # Apart: `where` and `at` can be read even if the value cannot be rebuilt, and what is large is copied once.
@@ -104,7 +105,8 @@ class Outcome(Generic[T]):
                 text = fields["traceback"]
                 # Python shows the error itself again, after it.
                 shown = fold_frames(text).removesuffix("".join(traceback.format_exception_only(error))).rstrip()
-                error.__cause__ = RemoteTraceback(text, shown.removesuffix(_CAUSED).rstrip() + "\n")
+                cause = RemoteTraceback(text, shown.removesuffix(_CAUSED).rstrip() + "\n")
+                _set(error, "__cause__", cause)
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
         ends = itertools.accumulate(reversed(fields["sizes"]), initial=0)
         last = len(data)
@@ -114,7 +116,7 @@ class Outcome(Generic[T]):
             return Outcome(value=pickle.loads(payload, buffers=storages), where=where, at=at)
         except Exception as reason:
             refusal = UnpicklableError(
-                f"the result cannot be rebuilt in the calling process ({type(reason).__name__}: {_text_of(reason)}); "
+                f"the result cannot be rebuilt in the calling process ({type(reason).__name__}: {text_of(reason)}); "
                 "its class must be importable there"
             )
             refusal.__cause__ = reason
@@ -125,7 +127,7 @@ class Outcome(Generic[T]):
         sent = error.sent if isinstance(error, RemoteError) else None
         text = traceback_of(error)  # first: it adds notes, which are sent with the error
         fields = {
-            **(sent or {"payload": _pickle_error(error), "type": kind, "message": _text_of(error)}),
+            **(sent or {"payload": _pickle_error(error), "type": kind, "message": text_of(error)}),
             "traceback": text,
             "where": self.where,
             "at": self.at,
@@ -164,7 +166,13 @@ def first_cause(failures: Mapping[K, Outcome[Any]]) -> K:
 
 def add_note_once(error: BaseException, note: str) -> None:
     """Add a note unless it is empty or already there: one error can pass several boundaries, or one boundary twice."""
-    if note and note not in getattr(error, "__notes__", ()):
+    if not note:
+        return
+    notes = getattr(error, "__notes__", None)
+    if not isinstance(notes, list):  # Python accepts anything there, and does not add to it
+        notes = [] if notes is None else [_repr_of(notes)]
+        _set(error, "__notes__", notes)
+    if note not in notes:
         error.add_note(note)
 
 
@@ -184,9 +192,10 @@ def copy_error(error: BaseException) -> BaseException:
         return error
     # The copy shares the list of notes, and each thread adds its own.
     if "__notes__" in twin.__dict__:
-        twin.__notes__ = list(error.__notes__)
+        _set(twin, "__notes__", list(error.__notes__))
     # These are not in `__dict__`, so no copy has them.
-    twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
+    _set(twin, "__cause__", error.__cause__)
+    _set(twin, "__suppress_context__", error.__suppress_context__)
     for name in ("name", "obj") if isinstance(error, NameError | AttributeError) else ():
         with contextlib.suppress(AttributeError):  # Python's "Did you mean" needs them
             setattr(twin, name, getattr(error, name))
@@ -225,11 +234,12 @@ def _note_suggestions(error: BaseException) -> None:
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         sys.__excepthook__(type(error), error, error.__traceback__)
     for link in links:
-        found = re.search(rf"{re.escape(_text_of(link))}\. ({_SUGGESTION})$", printed.getvalue(), re.MULTILINE)
+        found = re.search(rf"{re.escape(text_of(link))}\. ({_SUGGESTION})$", printed.getvalue(), re.MULTILINE)
         add_note_once(link, found[1] if found else "")
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """The message of an error; its arguments, if its own `__str__` raises."""
     try:
         return str(error)
     except Exception:
@@ -245,7 +255,7 @@ def _repr_of(value: Any) -> str:
 
 def _is_twin(made: BaseException, error: BaseException) -> bool:
     """Whether `made` is a faithful copy: an `__init__` that formats its message would format it a second time."""
-    return type(made) is type(error) and _text_of(made) == _text_of(error)
+    return type(made) is type(error) and text_of(made) == text_of(error)
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
@@ -285,6 +295,6 @@ def _load_error(data: bytes) -> BaseException:
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     """Create an exception without running its `__init__`, which may require other arguments than `args`."""
     error = kind.__new__(kind, *args)
-    error.args = args
+    _set(error, "args", args)
     error.__dict__.update(state)
     return error

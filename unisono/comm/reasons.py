@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unisono.comm.outcome import Outcome
+from unisono.comm.outcome import Outcome, text_of
 from unisono.comm.sealing import UnsignedError
 
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
@@ -33,7 +33,7 @@ class Reasons:
             if data := self._read(_FAILURE):
                 peer = Outcome.from_bytes(data)
                 if peer.error is not None:
-                    return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
+                    return f"{peer.where} failed with {type(peer.error).__name__}: {text_of(peer.error)}", peer.error
         return None
 
     def leave_failure(self, cause: BaseException) -> None:
@@ -73,10 +73,10 @@ def is_of_transport(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return not is_of_own_device(error)
     # A future keeps only the message of the error.
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("/gloo/", "DistNetworkError: "))
+    return isinstance(error, RuntimeError) and any(name in text_of(error) for name in ("/gloo/", "DistNetworkError: "))
 
 
 def is_of_own_device(error: BaseException) -> bool:
     """Whether this rank's device has failed, for example by a kernel's assertion, which the next call reports."""
     kinds = torch.OutOfMemoryError, torch.AcceleratorError
-    return isinstance(error, kinds) or any(words in str(error) for words in _OF_OWN_DEVICE)
+    return isinstance(error, kinds) or any(words in text_of(error) for words in _OF_OWN_DEVICE)

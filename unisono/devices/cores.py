@@ -45,7 +45,8 @@ def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
             if backend.is_accelerated() and backend.is_available():
                 return backend.device_count(), backend.name
     if word == "gpu":
-        raise ValueError(f"-n gpu: this machine has no accelerator of {', '.join(named)}; pass -n cpu, or a number")
+        kinds = ", ".join([each for each in named if each != CPU] or named)
+        raise ValueError(f"-n gpu: this machine has no accelerator of {kinds}; pass -n cpu, or a number")
     return usable_cores(), CPU
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 from typing import IO
 
-from unisono.comm.outcome import add_note_once, chain_of
+from unisono.comm.outcome import add_note_once, chain_of, text_of
 from unisono.errors import RemoteTraceback
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def shorten_traceback(error: BaseException) -> None:
         for each in sources:
             each.shown = each.text
     elif sources or isinstance(error, KeyboardInterrupt):
-        error.__traceback__ = None
+        error.with_traceback(None)  # not by assignment, which a frozen dataclass refuses
 
 
 def shows_all_frames() -> bool:
@@ -77,7 +77,7 @@ def describe_limit(error: BaseException) -> str:
     for link in chain_of(error):
         for code, words, advice in _KINDS:
             # Other errors may use codes that mean something else.
-            is_meant = link.errno == code if isinstance(link, OSError) and link.errno else words in str(link)
+            is_meant = link.errno == code if isinstance(link, OSError) and link.errno else words in text_of(link)
             if is_meant and isinstance(link, OSError | RuntimeError):
                 return advice
     return ""

@@ -47,7 +47,9 @@ def check_target(target: Target) -> None:
     ModuleNotFoundError: there is no such script, or module."""
     if not target.is_module:
         if not os.path.isfile(target.name):
-            raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}; -m runs a module")
+            script = os.path.join(target.name, "__main__.py")
+            way = f"{script} is one" if os.path.isfile(script) else "-m runs a module"
+            raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}; {way}")
         return
     _set_first_path(os.getcwd())
     _find_module(target.name)

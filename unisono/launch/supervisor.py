@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.comm.outcome import Outcome
+from unisono.comm.outcome import Outcome, text_of
 from unisono.comm.stacks import frames_of
 from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError, WorkerDiedError, describe_exit
 from unisono.launch.group import Group
@@ -282,7 +282,8 @@ def describe_fault(verdict: Outcome[Any]) -> str:
     error, rank = verdict.error, re.match(r"rank \d+", verdict.where)
     if isinstance(error, WorkerDiedError):
         return f"rank {error.rank} {describe_exit(error.exit_code)}"
-    text = str(error).partition("\n")[0]
+    assert error is not None
+    text = text_of(error).partition("\n")[0]
     kind = "" if isinstance(error, UnisonoError) else type(error).__name__
     place = rank[0] if rank and not text.startswith("rank ") else ""
     return textwrap.shorten(": ".join(filter(None, [place, kind, text])), _WORDS)
@@ -296,5 +297,5 @@ def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: 
     frames = frames_of(error.__cause__.text) if isinstance(error.__cause__, RemoteTraceback) else []
     place = next((f", in {frame}" for frame in reversed(frames) if frame.is_users), "")
     where = f" ({verdict.where})" if verdict.where else ""
-    text = str(error).partition("\n")[0]
+    text = text_of(error).partition("\n")[0]
     logger.warning("restart %d of %d%s %s%s%s", restart_count, max_restarts, kind, text, place, where)

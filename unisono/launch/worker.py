@@ -32,13 +32,13 @@ import torch
 import torch.utils.data  # here, so that every fork has it
 
 from unisono.comm import preemption
-from unisono.comm.outcome import Outcome, chain_of, this_process
+from unisono.comm.outcome import Outcome, add_note_once, chain_of, text_of, this_process, traceback_of
 from unisono.comm.pickling import loads_call
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.reasons import is_of_transport
 from unisono.comm.sealing import use_secret
 from unisono.comm.selection import innermost, translate_error
-from unisono.comm.stacks import TELL_STACKS
+from unisono.comm.stacks import TELL_STACKS, fold_frames
 from unisono.devices import get_backend
 from unisono.devices.cores import cores_near
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
@@ -87,7 +87,10 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
             recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank), own)
             observe_plain_loops(world)
         with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
+            process = os.getpid()
             outcome = Outcome.capture(_call_fn, job, world, reporter)
+            if os.getpid() != process:
+                _end_forked(outcome)
             # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
@@ -156,6 +159,18 @@ def _end(
     os._exit(int(outcome.error is not None))
 
 
+def _end_forked(outcome: Outcome[Any]) -> NoReturn:
+    """End a child that fn has forked, and that has left fn, as Python ends one: its parent reports for the rank."""
+    error, code = outcome.error, int(outcome.error is not None)
+    if isinstance(error, SystemExit):
+        code = exit_error(error, -1).exit_code or 0
+    with contextlib.suppress(Exception):  # of streams that fn has closed
+        if error is not None and not isinstance(error, SystemExit):
+            print(fold_frames(traceback_of(error)), end="", file=sys.stderr)
+        sys.stdout.flush()
+    os._exit(code)
+
+
 def _note_step(steps: StepsDone, _: int, done: int | None) -> None:
     steps.note(done or 0)
 
@@ -177,8 +192,8 @@ def _in_callers_terms(outcome: Outcome[Any], rank: int, world: World | None) -> 
         error = translate_error(error, world.comm)
     add_limit_note(error)
     # Raised by input(), and by pdb.set_trace() and its like.
-    if str(error) == "EOF when reading a line" or (isinstance(error, BdbQuit) and not _has_terminal()):
-        error.add_note(_NO_TERMINAL)
+    if text_of(error) == "EOF when reading a line" or (isinstance(error, BdbQuit) and not _has_terminal()):
+        add_note_once(error, _NO_TERMINAL)
     return replace(outcome, error=error, where=where, is_secondary=is_secondary)
 
 
@@ -212,8 +227,8 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
         fn, args = loads_call(job.call, lambda settings: _adopt_settings(settings, world, reporter))
     except Exception as error:
         raise UnpicklableError(
-            f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); everything they "
-            "refer to must be importable there"
+            f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {text_of(error)}); "
+            "everything they refer to must be importable there"
         ) from error
     finally:
         _is_loading = False

@@ -295,7 +295,7 @@ class DeviceIterator:
 def _in_round(error: BaseException, number: int) -> BaseException:
     """A copy with a note: its traceback references the iterator, and so the source, which may keep the error."""
     copied = copy_error(error)
-    copied.add_note(IN_ROUND.format(number))
+    add_note_once(copied, IN_ROUND.format(number))
     return copied
 
 

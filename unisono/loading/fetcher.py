@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, default_collate
 
-from unisono.comm.outcome import Outcome
+from unisono.comm.outcome import Outcome, add_note_once
 from unisono.devices.randomness import Watch, all_states, mixed, noticing_who_asks, seed_all, seeded
 from unisono.loading.made_rows import collated
 from unisono.loading.packing import Packed
@@ -134,7 +134,7 @@ class Fetcher:
             try:
                 samples = self._fetch_many(request.indices)
             except Exception as error:
-                error.add_note(f"while the samples with indices {few(request.indices)} were fetched")
+                add_note_once(error, f"while the samples with indices {few(request.indices)} were fetched")
                 raise
             if self._collate is default_collate and len(samples) != len(request.indices):
                 raise ValueError(
@@ -148,7 +148,7 @@ class Fetcher:
                 return self._collate(samples)
             return collated(self._collate, samples, len(request.indices), self._dim)
         except Exception as error:
-            error.add_note(f"while the samples with indices {few(request.indices)} were collated")
+            add_note_once(error, f"while the samples with indices {few(request.indices)} were collated")
             raise
 
     def _tell_epoch(self, epoch: int) -> None:
@@ -174,7 +174,7 @@ class Fetcher:
                 samples.append(dataset[index])
             return samples
         except Exception as error:
-            error.add_note(f"in the sample with index {indices[len(indices) - length_hint(left) - 1]!r}")
+            add_note_once(error, f"in the sample with index {indices[len(indices) - length_hint(left) - 1]!r}")
             raise
 
 

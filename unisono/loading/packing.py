@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from unisono.comm.outcome import Outcome, add_note_once, chain_of
+from unisono.comm.outcome import Outcome, add_note_once, chain_of, text_of
 from unisono.errors import UnpicklableError
 from unisono.tree import measured
 
@@ -60,7 +60,7 @@ class Packed:
                 return
             except Exception as reason:
                 error = reason
-                if _FULL not in str(reason):
+                if _FULL not in text_of(reason):
                     error = UnpicklableError(
                         f"a batch of {whose} cannot be sent from a loader worker ({type(reason).__name__}: {reason}); "
                         "return tensors, arrays, numbers or other picklable data, or pass num_workers=0"
@@ -220,7 +220,7 @@ def is_tight() -> bool:
 
 def explain(error: BaseException) -> None:
     """Add a note to torch's error about missing shared memory: how much there is, and what to do."""
-    if any(_FULL in str(each) for each in chain_of(error)):
+    if any(_FULL in text_of(each) for each in chain_of(error)):
         add_note_once(error, why_full())
 
 

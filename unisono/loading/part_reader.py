@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unisono.comm.outcome import Outcome
+from unisono.comm.outcome import Outcome, add_note_once
 from unisono.devices.randomness import mixed, seed_all, seed_of
 from unisono.errors import StateError
 from unisono.loading.lockstep import Cutter, Position, Read, StreamPosition
@@ -140,7 +140,7 @@ class PartReader(IterableDataset[Packed]):
                 elif len(chunk) == self.size or not self.drop_last:
                     yield *collated(self.collate, chunk, len(chunk), self.dim), part.read()
         except Exception as error:
-            error.add_note(f"after {part.seen[0][0]} samples of the stream that part {part.number} reads")
+            add_note_once(error, f"after {part.seen[0][0]} samples of the stream that part {part.number} reads")
             raise
 
 

@@ -33,7 +33,7 @@ from weakref import WeakSet
 import torch
 
 from unisono.batches.virtual_ranks import Draw
-from unisono.comm.outcome import Outcome, copy_error
+from unisono.comm.outcome import Outcome, add_note_once, copy_error
 from unisono.comm.thread_start import start_threads
 from unisono.loading.channel import Channel, EndOfChannel
 from unisono.loading.sharding import IN_ROUND, Claim, Piece
@@ -162,7 +162,7 @@ class Lane:
         try:
             return _delivery((*self.backend.to_device(batch, self.device), *rest))
         except BaseException as error:
-            error.add_note(f"while a batch was moved to {self.device}")
+            add_note_once(error, f"while a batch was moved to {self.device}")
             raise
 
     def may_move(self) -> bool:
@@ -281,7 +281,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
         end: Outcome[None] = Outcome()
     except BaseException as error:
         end = Outcome.failure(error)
-        error.add_note(IN_ROUND.format(round_number))
+        add_note_once(error, IN_ROUND.format(round_number))
     pieces = None
     for lane in lanes:
         lane.close(end)

@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import torch
 
-from unisono.comm.outcome import copy_error
+from unisono.comm.outcome import add_note_once, copy_error
 from unisono.errors import ClosedError
 from unisono.loading.channel import EndOfChannel
 from unisono.loading.pipeline import HERE, Delivery, Lane, Stamps
@@ -72,7 +72,7 @@ class Unthreaded:
                 with torch.enable_grad():
                     pieces = self._context.run(next, self._source, None)
         except BaseException as error:
-            error.add_note(IN_ROUND.format(lane.sent))
+            add_note_once(error, IN_ROUND.format(lane.sent))
             raise
         if pieces is None:
             raise EndOfChannel

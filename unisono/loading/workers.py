@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono.comm.operations import HOST
-from unisono.comm.outcome import chain_of
+from unisono.comm.outcome import chain_of, text_of
 from unisono.comm.stacks import PACKAGE, Frame, frames_of, stack_of, tell_stack_on_request
 from unisono.devices.randomness import notice_who_asks
 from unisono.errors import describe_exit
@@ -246,7 +246,7 @@ class Served:
             return next(self._values)
         except (EOFError, OSError, RuntimeError) as error:
             # torch's text for an error in worker_init_fn, and the text of this package's timeout
-            if str(error).startswith(("Caught ", "DataLoader timed out")):
+            if text_of(error).startswith(("Caught ", "DataLoader timed out")):
                 raise
             dead = _dead_worker(self._values, 0 if isinstance(error, RuntimeError) else _ENDING_S)
             if dead is None and isinstance(error, RuntimeError):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.arguments import check_type
+from unisono.comm.outcome import add_note_once
 from unisono.errors import UnisonoError
 from unisono.report.timeline import LOG
 from unisono.tracking.libraries import LIBRARIES, JsonLines, flat, is_installed
@@ -200,7 +201,7 @@ def _for_each(trackers: Sequence[Tracker], act: Callable[[Tracker], None]) -> No
         try:
             act(tracker)
         except Exception as error:
-            error.add_note(f"in the tracker {name_of(tracker)!r}")
+            add_note_once(error, f"in the tracker {name_of(tracker)!r}")
             errors.append(error)
     if len(errors) == 1:
         raise errors.pop()

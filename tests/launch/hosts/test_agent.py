@@ -69,7 +69,8 @@ def test_what_is_no_endpoint_is_refused(text):
 
 
 def test_an_endpoint_that_nobody_serves_is_an_error_that_says_so():
-    with pytest.raises(TimeoutError, match=r"nothing listens at 127.0.0.1:\d+ after .*start the agent of that host"):
+    told = r"nothing listens at 127.0.0.1:\d+ after .* refused\); start the agent of that host"
+    with pytest.raises(TimeoutError, match=told):
         endpoint.wait_served(f"127.0.0.1:{free_port()}", 0.0)
 
 
@@ -311,10 +312,38 @@ def test_an_agent_of_another_run_is_refused_and_both_named_ways_out_work(tmp_pat
         assert (code, output) == (1, ""), errors
         words = f"an agent of the run 'one' serves {place}, and this one belongs to the run 'two'; give the agents of "
         assert words + "one run the same --rdzv-id, and each run a port of its own, by --rdzv-endpoint\n" in errors
+        with agent(tmp_path / "more", *command, "--nnodes", "3", "--rdzv-id", "one", script) as more:
+            code, output, errors = more.end()
+        words = f"an agent of the run 'one' at {place} has --nnodes 2, and this one 3; give all agents the same"
+        assert (code, output, words in errors) == (1, "", True), errors
         with agent(tmp_path / "apart", *alone, "--rdzv-id", "two", script) as apart:
             assert apart.end() == (0, "[rank 0] 1.0\n", "")
         with agent(tmp_path / "joins", *command, "--rdzv-id", "one", script) as joins:
-            assert sorted(each.end() for each in (one, joins)) == [(0, f"[rank {rank}] 2.0\n", "") for rank in (0, 1)]
+            ended = sorted((code, output) for code, output, _ in (each.end() for each in (one, joins)))
+            assert ended == [(0, f"[rank {rank}] 2.0\n") for rank in (0, 1)]
+
+
+def test_an_agent_that_the_others_do_not_join_says_who_came_and_ends(tmp_path, monkeypatch, capfd, caplog):
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.dynamic_rendezvous.get_method_name", lambda: "")
+    monkeypatch.setattr("unisono.launch.hosts.rendezvous_state._MISSING_S", 0.2)
+    (tmp_path / "meets.py").touch()
+    command = agent_command("2")
+    assert main([*command, "--rdzv-conf", "join_timeout=3", str(tmp_path / "meets.py")]) == 1
+    came = f"1 of 2 machines came to {command[-1]} (127.0.0.1)"
+    assert f"{came}, and this agent waits for the others: start the same command on each" in caplog.text
+    assert f"unisono: {came} within 3 s; start the same command on each, in that time\n" in capfd.readouterr().err
+
+
+def test_an_agent_ends_if_another_program_has_its_port(tmp_path):
+    (tmp_path / "meets.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as other:  # it never answers
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        command = [*agent_command("2")[:-1], place, "--rdzv-conf", "join_timeout=1", str(tmp_path / "meets.py")]
+        with agent(tmp_path / "one", *command) as one:
+            code, output, errors = one.end()
+            assert one.survivors() == []
+    assert (code, output) == (1, "")
+    assert f"what listens at {place} has not answered for 5 s; if it is no agent of this run, give the run " in errors
 
 
 def test_a_run_that_is_started_twice_says_so(tmp_path):

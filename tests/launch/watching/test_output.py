@@ -332,6 +332,18 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(shown, run, caplog):
     assert output.tail(1) == ["to stderr"]
 
 
+def test_what_can_no_longer_be_shown_is_told_once(shown, run, caplog, monkeypatch):
+    monkeypatch.setattr("unisono.launch.messages._said", set())
+    with open("/dev/full", "wb") as full:
+        output = WorkerOutput(options.Output(prefix=True), run, full.fileno(), shown.fds[1])
+        for rank in range(2):
+            write(output, rank, SPEAK)
+        output.close()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "what workers write is not shown any more (No space left on device); the run continues"
+    assert [log_file(run, rank, "stdout").read_bytes() for rank in range(2)] == [b"to stdout\n"] * 2
+
+
 @pytest.mark.parametrize("stray", [["sleep", "1000"], ["yes"]])
 def test_a_stray_that_holds_a_pipe_does_not_hold_the_end(shown, stray):
     output = WorkerOutput(options.Output(), None, *shown.fds)

@@ -4,7 +4,7 @@ What is served is a small store of torch's without authentication: anyone who ca
 the ranks exchange, including pickled objects, and so, unless the run has a secret, run code in the ranks. So it listens
 at the address that the others use, not at this machine's addresses in other networks.
 
-*Threads:* the server runs in native code; calls come from the main thread.
+*Threads:* the server runs in native code; calls come from the main thread; another limits its wait.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -25,6 +26,7 @@ from unisono.torch_private import read_log_level
 
 _RUN = "unisono/run"  # the id of the run whose agent serves the store
 _TOLD_S = 1.0  # after that, a store that names no run is not an agent's: it may be anyone's
+_ANSWER_S = 5  # in which a store answers, also a busy one
 _ANYWHERE = "192.0.2.1"  # an unassigned address, reached by the default route
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -53,9 +55,16 @@ def serves_endpoint(endpoint: str, node_rank: int | None = None) -> bool:
 
 def is_served(host: str, port: int) -> bool:
     """Whether something listens there."""
-    with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
-        return True
-    return False
+    return not _refusal_of(host, port)
+
+
+def _refusal_of(host: str, port: int) -> str:
+    """Why no connection can be made; empty if one can."""
+    try:
+        socket.create_connection((host, port), 1).close()
+    except (OSError, UnicodeError) as error:
+        return str(error)
+    return ""
 
 
 def wait_served(endpoint: str, timeout_s: float) -> None:
@@ -64,17 +73,41 @@ def wait_served(endpoint: str, timeout_s: float) -> None:
     host, port = split_endpoint(endpoint)
     began = time.monotonic()
     has_told = False
-    while not is_served(host, port):
+    while refusal := _refusal_of(host, port):
         waited = time.monotonic() - began
         if waited > timeout_s:
             raise TimeoutError(
-                f"nothing listens at {endpoint} after {timedelta(seconds=round(waited))}; start the agent of that "
-                "host, check that no firewall is between, or name another host by --rdzv-endpoint"
+                f"nothing listens at {endpoint} after {timedelta(seconds=round(waited))} ({refusal}); start the agent "
+                "of that host, check that no firewall is between, or name another host by --rdzv-endpoint"
             )
         if waited > 5 and not has_told:
             has_told = True
-            print(f"unisono: waiting for the agent that serves {endpoint}", file=sys.stderr, flush=True)
+            print(f"unisono: waiting for the agent that serves {endpoint} ({refusal})", file=sys.stderr, flush=True)
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def silence_limited(endpoint: str, timeout_s: float) -> Iterator[None]:
+    """Say so if what listens there does not answer the block, which waits in native code; torch would wait forever, so
+    this process ends after the time-out. Another program may have the port."""
+    answered = threading.Event()
+    arguments = endpoint, timeout_s, answered
+    threading.Thread(target=_limit_silence, args=arguments, name="unisono-answer", daemon=True).start()
+    try:
+        yield
+    finally:
+        answered.set()
+
+
+def _limit_silence(endpoint: str, timeout_s: float, answered: threading.Event) -> None:
+    """The body of the thread that does so."""
+    advice = "if it is no agent of this run, give the run another port by --rdzv-endpoint"
+    for passed_s, wait_s in (_ANSWER_S, _ANSWER_S), (timeout_s, timeout_s - _ANSWER_S):
+        if answered.wait(max(0, wait_s)):
+            return
+        text = f"unisono: what listens at {endpoint} has not answered for {passed_s:g} s; {advice}"
+        print(text, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False) -> dist.TCPStore:  # type: ignore[name-defined] # torch re-exports it silently

@@ -25,6 +25,7 @@ from unisono.errors import UnisonoError
 _OVERWRITTEN_S = 20.0  # of an attack, after which the run ends
 _NOTHING = b"Y2FuaW1hZGFt"  # what torch writes before any agent has come
 _LEFT_OUT_S = 10.0  # the others give up on a lost machine sooner
+_MISSING_S = 10.0  # that agents which were started together may be apart
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,28 @@ class LeftOut:
         return Outcome(error=UnisonoError(f"{what}; that run is over, and nothing has run here"))
 
 
+class Missing:
+    """Whether the run has not had all the machines that it needs yet: torch's agent waits for them silently."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._parameters = parameters
+        self._since = time.monotonic()
+        self._has_told = False
+        self.reason = ""  # that in words; "" once they have come
+
+    def __call__(self, state: bytes) -> None:
+        """Look at a state; say once that machines are missing."""
+        found, asked = pickle.loads(state), self._parameters
+        if found.complete or len(found.participants) >= asked.min_nodes:
+            self.reason, self._since = "", math.inf  # the loss of a machine is told by others
+            return
+        hosts = ", ".join(sorted(each.addr for each in found.participants)) or "none"
+        self.reason = f"{len(found.participants)} of {asked.min_nodes} machines came to {asked.endpoint} ({hosts})"
+        if time.monotonic() - self._since > _MISSING_S and not self._has_told:
+            self._has_told = True
+            logger.warning("%s, and this agent waits for the others: start the same command on each", self.reason)
+
+
 class SealedBackend(RendezvousBackend):
     """Keeps the state of the agents' rendezvous, which torch loads as a pickle, signed (`comm/sealing.py`), and
     restores it if a process without the secret has overwritten it, with anything. UnsignedError, from both methods: the
@@ -83,7 +106,7 @@ class SealedBackend(RendezvousBackend):
         self._number = 0  # of it
         self._is_closed = False
         self._overwriting = Overwriting()
-        self.on_state: Callable[[bytes], None] = lambda state: None  # called with each that is read
+        self.on_state: list[Callable[[bytes], None]] = []  # called with each that is read
 
     def close(self) -> None:
         """Write nothing more: torch's thread that keeps this machine alive outlives the secret."""
@@ -92,7 +115,8 @@ class SealedBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Any] | None:
         found = self._open_state(self._call("get"))
         if found is not None:
-            self.on_state(found[0])
+            for look in self.on_state:
+                look(found[0])
         return found
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:

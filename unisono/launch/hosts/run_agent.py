@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from unisono.comm.outcome import Outcome
-from unisono.comm.sealing import sealed_store, use_secret
+from unisono.comm.sealing import seal, sealed_store, unseal, use_secret
 from unisono.errors import UnisonoError
 from unisono.launch.context import handlers_set
 from unisono.launch.held_memory import held_memory, save_snapshot
@@ -39,10 +39,11 @@ from unisono.launch.hosts.endpoint import (
     quieten_store,
     serve_store,
     serves_endpoint,
+    silence_limited,
     split_endpoint,
     wait_served,
 )
-from unisono.launch.hosts.rendezvous_state import LeftOut, SealedBackend
+from unisono.launch.hosts.rendezvous_state import LeftOut, Missing, SealedBackend
 from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.zygote_client import warm
@@ -81,12 +82,15 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
                 options.endpoint,
             )
         parameters = _parameters(options)
-        _, plain = create_backend(parameters)
+        with silence_limited(options.endpoint, options.join_s):
+            _, plain = create_backend(parameters)
         check_run_of(plain, options.run_id, options.endpoint, is_alone=options.max_nodes == 1 and not is_host)
         store = sealed_store(plain)
+        _check_nodes(plain, options)
         log_directory = None if log_dir is None else make_log_directory(log_dir, _agreed_name(store, options))
         sealed = SealedBackend(plain, options.run_id)
-        sealed.on_state = left_out = LeftOut(parameters)
+        missing, left_out = Missing(parameters), LeftOut(parameters)
+        sealed.on_state += [missing, left_out]
         stack.callback(sealed.close)
         handler = create_handler(store, sealed, parameters)
         _look_often(handler)
@@ -101,7 +105,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         job = replace(job, held_memory=stack.enter_context(held_memory()))
         agent = Agent(spec, job, options, log_directory)
         with agent.others.attended(is_host):
-            verdict = _run(agent, options, left_out)
+            verdict = _run(agent, options, missing, left_out)
             if verdict.error is not None:  # before the others learn that this agent leaves: they ask the store, too
                 save_snapshot(job.held_memory, partial(agent.place_to_save, store))
         # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
@@ -145,7 +149,7 @@ def _look_often(handler: Any) -> None:
         setattr(getattr(handler, STATE_HOLDER), CACHE_DURATION, LOOK_S)
 
 
-def _run(agent: Agent, options: MachineOptions, left_out: LeftOut) -> Outcome[Any]:
+def _run(agent: Agent, options: MachineOptions, missing: Missing, left_out: LeftOut) -> Outcome[Any]:
     try:
         with handlers_set(dict.fromkeys(SIGNALS, agent.on_signal)):
             ended = agent.run()
@@ -161,6 +165,9 @@ def _run(agent: Agent, options: MachineOptions, left_out: LeftOut) -> Outcome[An
             return known
         if left_out.reason:
             return left_out.end()
+        if missing.reason and isinstance(error, RendezvousTimeoutError):
+            what = f"{missing.reason} within {options.join_s:g} s; start the same command on each, in that time"
+            return Outcome(error=UnisonoError(what))
         lost = UnisonoError(
             f"the agents could not meet at {options.endpoint}, or have lost each other: {type(error).__name__}: "
             f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}"
@@ -190,6 +197,20 @@ def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
             raise UnisonoError(str(error)) from None
     yield store is not None
     del store  # the store is served until here
+
+
+def _check_nodes(plain: Any, options: MachineOptions) -> None:
+    """Check that the agents of the run ask for the same machines: otherwise some wait, and others begin. UnisonoError:
+    the first one to ask has other numbers."""
+    own = ":".join(map(str, sorted({options.min_nodes, options.max_nodes})))
+    # Sealed here: a sealed store of a process without a secret is the plain one, and takes signed bytes for plain ones.
+    key = f"unisono/nodes/{options.run_id}"
+    agreed = unseal(plain.compare_set(key, "", seal(own.encode(), key)), key).decode()
+    if agreed != own:
+        raise UnisonoError(
+            f"an agent of the run {options.run_id!r} at {options.endpoint} has --nnodes {agreed}, and this one {own}; "
+            "give all agents the same"
+        )
 
 
 def _agreed_name(store: Any, options: MachineOptions) -> str:

@@ -378,5 +378,5 @@ def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
         zygote = Zygote(control, caller, start_method)
     except ProcessLookupError:  # it ended while this process started, or imported torch
         _remove_unread(control)
-        sys.exit("the process that started this zygote is gone")
+        sys.exit(1)  # silently: nobody waits for it
     zygote.serve()

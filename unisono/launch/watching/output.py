@@ -22,6 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -37,6 +38,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from unisono.launch import options
+from unisono.launch.messages import say_once
 from unisono.launch.watching.log_directory import Stream, log_file
 
 logger = logging.getLogger(__name__)
@@ -152,8 +154,10 @@ class _CallersStream:
                 waiting = select.poll()
                 waiting.register(self.fd, select.POLLOUT)
                 waiting.poll()
-            except OSError:
+            except OSError as error:
                 self.close()
+                if error.errno != errno.EPIPE:  # that reader, such as `head`, wants no more
+                    say_once(f"what workers write is not shown any more ({error.strerror}); the run continues")
 
     def close(self) -> None:
         if self.fd >= 0:
