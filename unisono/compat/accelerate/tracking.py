@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
+from unisono.compat.accelerate.state import PartialState
 from unisono.compat.left_out import left_out
 
 __getattr__ = left_out(__name__)
+
+
+def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a tracker's method: it runs on rank zero; elsewhere it returns None, unless the tracker has
+    `main_process_only = False`."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_everywhere = not getattr(self, "main_process_only", False)
+        return method(self, *args, **kwargs) if is_everywhere or PartialState().is_main_process else None
+
+    return run
 
 
 class GeneralTracker:
