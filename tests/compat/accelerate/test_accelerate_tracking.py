@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from modes import THREADS_2
+from modes import SOLO, THREADS_2
 
 from unisono.compat.accelerate import Accelerator, utils
 from unisono.compat.accelerate.tracking import GeneralTracker, on_main_process
@@ -78,6 +78,18 @@ def test_a_tracker_written_as_in_their_guide_runs_on_rank_zero(tmp_path: Path) -
         return getattr(own, "run", None)
 
     assert THREADS_2.run(body) == [["first", {"lr": 1}, ({"loss": 0.5}, None), ({"loss": 1.0}, 2)], None]
+
+
+def test_a_tracker_that_logs_on_each_rank_is_refused_on_several(tmp_path: Path) -> None:
+    class Each(Own):
+        main_process_only = False
+
+    def body() -> None:
+        Accelerator(log_with=Each(), project_dir=str(tmp_path)).init_trackers("run")
+
+    with pytest.raises(ValueError, match=r"Each has main_process_only=False.* log accelerator\.gather\(values\)"):
+        THREADS_2.run(body)
+    SOLO.run(body)
 
 
 def test_trackers_write_to_the_logging_directory(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -54,6 +54,25 @@ class GeneralTracker:
     def close(self) -> None:
         """`finish`."""
         self.finish()
+
+
+def refuse_other_ranks(trackers: Iterable[Any], ranks: int) -> None:
+    """ValueError for a tracker of several ranks that logs on each: the others' values would be lost."""
+    for each in trackers:
+        if ranks > 1 and isinstance(each, GeneralTracker) and not each.main_process_only:
+            raise ValueError(
+                f"{type(each).__name__} has main_process_only=False, and Accelerator calls only rank zero's tracker; "
+                "call its own methods in the loop, or set main_process_only=True and log accelerator.gather(values)"
+            )
+
+
+def start_own(trackers: Iterable[Any], config: Mapping[str, Any] | None) -> None:
+    """Begin the run of a script's own trackers."""
+    for each in trackers:
+        if isinstance(each, GeneralTracker):
+            each.start()
+            if config is not None:
+                each.store_init_configuration(config)
 
 
 class LibraryTracker:
