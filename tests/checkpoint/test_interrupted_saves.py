@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -21,8 +22,8 @@ from file_faults import PowerCuts, at_each_operation, count_operations, end_save
 from modes import PROCESSES_2
 from torch import nn
 
-from unisono import Accelerator, spawn
-from unisono.checkpoint import saver
+from unisono import Accelerator, barrier, is_rank_zero, should_stop, spawn
+from unisono.checkpoint import background, saver
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
 from unisono.comm.outcome import Outcome
 from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
@@ -221,6 +222,40 @@ def save_on_two_disks(index: int, root: Path) -> None:
         saver.write_file = lambda path, part: write(root / path.name, part)
     with pytest.raises(CheckpointError, match=r"another machine has written shards/1.pt, .* all machines share"):
         accelerator.save_state()
+
+
+def fail_while_saving(_: int, root: Path, handles_stop: bool) -> None:
+    """Rank zero fails during a save, whose thread goes on once it is joined."""
+    run_save, is_ready, is_joined = background.run_save, threading.Event(), threading.Event()
+
+    def run_when_joined(*args: Any) -> None:
+        thread = threading.current_thread()
+        join = thread.join
+        thread.join = lambda *given: (is_joined.set(), join(*given))[1]  # type: ignore[assignment, func-returns-value]
+        is_ready.set()
+        is_joined.wait()
+        run_save(*args)
+
+    background.run_save = run_when_joined
+    accelerator = Accelerator(project_dir=root)
+    accelerator.register_for_checkpointing(Counted(7))
+    if handles_stop:
+        should_stop()
+    accelerator.save_state(is_async=True)
+    if is_rank_zero():
+        is_ready.wait()
+        raise RuntimeError("a broken sample")
+    barrier()
+
+
+@pytest.mark.parametrize("handles_stop", [False, True])
+def test_a_worker_that_fails_completes_the_save_that_it_has_begun(tmp_path: Path, handles_stop: bool) -> None:
+    with pytest.raises(RuntimeError, match="a broken sample"):
+        spawn(fail_while_saving, (tmp_path, handles_stop), 2)
+    accelerator, counted = Accelerator(project_dir=tmp_path), Counted()
+    accelerator.register_for_checkpointing(counted)
+    accelerator.load_state()
+    assert counted.number == 7
 
 
 def test_an_unshared_directory_is_an_error_and_leaves_no_checkpoint(tmp_path: Path) -> None:

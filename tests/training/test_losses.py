@@ -57,6 +57,16 @@ def masked(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (entropy(model, x, y, reduction="none") * mask).sum() / mask.sum()
 
 
+def of_the_step(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """What Accelerate's guides write: a sum over tokens by those of all batches of the step, times their number."""
+    return entropy(model, x, y, reduction="sum") * 2 / ((y != -100).sum() + 28)
+
+
+def masked_of_the_step(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    mask = (y != -100).flatten()
+    return (entropy(model, x, y, reduction="none") * mask).sum() * 2 / (mask.sum() + 28)
+
+
 def halved(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum() / (2 * len(x))
 
@@ -70,6 +80,15 @@ PLAIN: dict[str, tuple[torch.Tensor, Loss]] = {
     "a sum / all targets": (TARGETS, lambda model, x, y: entropy(model, x, y, reduction="sum") / y.numel()),
     "a sum of as many features as samples": (TARGETS, lambda model, x, y: model(x).square().sum() / 64),
     "half a mean by hand": (TARGETS, halved),
+    "half a mean, by a factor": (TARGETS, lambda model, x, y: 0.5 * entropy(model, x, y, reduction="sum") / y.numel()),
+    "a sum times a fraction": (TARGETS, lambda model, x, y: torch.tensor(1 / len(x)) * model(x).square().sum()),
+    "a part of a mean, as many ignored of each": (SHIFTED, lambda model, x, y: 0.3 * entropy(model, x, y)),
+    "with a GradScaler": (
+        TARGETS,
+        lambda model, x, y: entropy(model, x, y, reduction="sum") / y.numel() * (y[0, 0] + 1).float(),
+    ),
+    "a product": (TARGETS, lambda model, x, y: entropy(model, x, y) * model(x).square().mean()),
+    "a hundredth of sums": (TARGETS, lambda model, x, y: model(x).square().sum(1).mean() * (1 / len(INPUTS))),
     "with a penalty": (TARGETS, lambda model, x, y: entropy(model, x, y) + penalty(model)),
     "with a penalty by all samples": (
         TARGETS,
@@ -99,6 +118,12 @@ OTHERS: dict[str, tuple[str, torch.Tensor, Loss]] = {
         "leave num_items_in_batch out",
         PADDED,
         lambda model, x, y: model(x, y, 2 * (y != -100).sum())["loss"],
+    ),
+    "by the tokens of the step": ("a sum over .* mean over this batch's targets", PADDED, of_the_step),
+    "masked, by the tokens of the step": (
+        "a sum, divided by .* by the number of this batch's terms alone, .* weight=number",
+        PADDED,
+        masked_of_the_step,
     ),
     "classes": (
         "weight=class_weights\\[targets\\].sum",

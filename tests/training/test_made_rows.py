@@ -238,6 +238,14 @@ def test_the_rows_of_what_collate_fn_returns(collate: Any, expected: int) -> Non
     assert [loader.valid_samples for _ in loader] == [expected]
 
 
+def test_fields_of_two_samples_are_told_from_samples_by_their_shapes() -> None:
+    for shapes, expected in [((5,), (1,)), 1], [((5,), (5,)), None]:
+        samples = [tuple(torch.zeros(shape, device=HOST) for shape in shapes), None]
+        collate = lambda samples: default_collate([each for each in samples if each is not None])  # noqa: E731
+        loader = DeviceLoader(DataLoader(samples, 2, collate_fn=collate))  # type: ignore[arg-type]
+        assert [loader.valid_samples for _ in loader] == [expected]
+
+
 def test_where_the_rows_are_not_known_their_number_is_asked_for_and_taken() -> None:
     samples = [(torch.full((5,), index + 1.0), torch.zeros(5)) for index in range(8)]
 

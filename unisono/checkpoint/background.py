@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def start_save(save: Callable[[], Any], what: str) -> Future[None]:
     """Run a save in its own thread; the future has its error."""
     future: Future[None] = Future()
-    # Not a daemon: the interpreter's exit waits for the save.
+    # Not a daemon: the interpreter's exit waits for the save, and so does a worker that ends by an error.
     args = save, what, future
     start_threads([threading.Thread(target=run_save, args=args, name="unisono-checkpoint", daemon=False)])
     return future

@@ -48,3 +48,8 @@ def start_threads(threads: Sequence[threading.Thread]) -> None:
 def _start_all(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
+
+
+def saving_threads() -> list[threading.Thread]:
+    """The threads that are writing a checkpoint, which the end of a process waits for."""
+    return [each for each in threading.enumerate() if each.name == "unisono-checkpoint"]

@@ -327,7 +327,7 @@ class Group:
             # A worker that handles SIGTERM treats it as a request. The caller's stop is one; after a failure, no
             # request is answered.
             is_deaf = signum == signal.SIGTERM and not self._ending.was_asked
-            if deaf := [worker for worker in self.workers if worker.handles_stop and is_deaf]:
+            if deaf := [each for each in self.workers if each.handles_stop and each.outcome is None and is_deaf]:
                 self._ending.sent.append(signal.SIGKILL)
                 self._signal_workers(signal.SIGKILL, deaf)
             self._signal_workers(signum, [worker for worker in self.workers if worker not in deaf])

@@ -39,6 +39,7 @@ from unisono.comm.reasons import is_of_transport
 from unisono.comm.sealing import use_secret
 from unisono.comm.selection import innermost, translate_error
 from unisono.comm.stacks import TELL_STACKS, fold_frames
+from unisono.comm.thread_start import saving_threads
 from unisono.devices import get_backend
 from unisono.devices.cores import cores_near
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
@@ -91,6 +92,8 @@ def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoRetu
             outcome = Outcome.capture(_call_fn, job, world, reporter)
             if os.getpid() != process:
                 _end_forked(outcome)
+            if saving_threads():  # until SIGKILL, after the grace period
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
@@ -156,6 +159,9 @@ def _end(
             signal.alarm(0)
             atexit._run_exitfuncs()  # what fn has registered, and what has to be flushed
             close_files(made_before)
+    signal.alarm(0)
+    for thread in saving_threads():  # what the loop has asked to be saved before it failed; the supervisor limits it
+        thread.join()
     os._exit(int(outcome.error is not None))
 
 

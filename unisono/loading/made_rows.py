@@ -34,8 +34,14 @@ def collated(collate: Callable[[Any], Any], samples: Any, count: int, dim: int) 
             return Collated(batch, len(batch))
         # Samples made again would be as many as their fields by accident.
         numbers = {len(each) if isinstance(each, tuple | list) else None for each in samples if each is not None}
-        is_open = numbers != {len(batch)} or count == len(batch)
+        is_open = numbers != {len(batch)} or (count == len(batch) and not _stacks_fields(batch, samples))
     return Collated(batch, num_rows(batch, count, dim, is_open))
+
+
+def _stacks_fields(batch: list[Any], samples: list[Any]) -> bool:
+    """Whether each element shows by its shape that it stacks one field of the samples, as `default_collate` does."""
+    fields = [getattr(each, "shape", ()) for each in next(each for each in samples if each is not None)]
+    return fields.count(fields[0]) < len(fields) and fields == [getattr(each, "shape", ())[1:] for each in batch]
 
 
 def num_rows(batch: Any, samples: int, dim: int, is_open: bool) -> int | None:

@@ -66,23 +66,27 @@ class LossWatch:
         has one of these numbers of samples."""
         if loss.numel() != 1 or loss.grad_fn is None or not _is_after(loss.grad_fn, self.begun):
             return None
-        for node, divisor in _scalar_nodes(loss.grad_fn):
+        for node, divisor, is_multiplied in _scalar_nodes(loss.grad_fn):
             if node.name().startswith("NllLoss"):
-                said = self._describe_targets(node, divisor, rows)
+                said = self._describe_targets(node, divisor, is_multiplied, rows)
             elif (
-                divisor in epoch and rows and _count(node) < epoch.start and _passed(node, self.begun, rows) is not None
+                divisor in epoch
+                and not is_multiplied
+                and rows
+                and _count(node) < epoch.start
+                and _passed(node, self.begun, rows) is not None
             ):
                 said = _OF_EPOCH.format(divisor)
             elif saved(node, "reduction") == 2:
                 said = _SUM if divisor == 1 else None
             else:
-                said = self._describe_terms(node, divisor, rows)
+                said = self._describe_terms(node, divisor, is_multiplied, rows)
             if said is not None:
                 self.left = 0
                 return said
         return None
 
-    def _describe_targets(self, node: Any, divisor: float | None, rows: int | None) -> str | None:
+    def _describe_targets(self, node: Any, divisor: float | None, is_multiplied: bool, rows: int | None) -> str | None:
         """Of cross_entropy and nll_loss."""
         target, classes, ignored = saved(node, "target"), saved(node, "weight"), saved(node, "ignore_index")
         is_sum = saved(node, "reduction") == 2
@@ -95,12 +99,13 @@ class LossWatch:
         count, number = float(terms.sum()), target.numel()
         if is_sum and by == 1 and number > 1:
             return _SUM
-        if is_sum and by > count * 1.000001:
+        # A sum over targets that is multiplied and divided is a multiple of their mean if it always is the same one.
+        if is_sum and (self._changes("Sum", by / (count or 1)) if is_multiplied else by > count * 1.000001):
             return f"the loss is a sum over {count:g} targets, divided by {by:g}" + _ENDING.format(
                 "the mean over this batch's targets (with a model of transformers, leave num_items_in_batch out), and "
                 f"accelerator.backward(loss, weight=(targets != {ignored}).sum())"
             )
-        if is_sum and by < count * 0.999999:
+        if is_sum and (is_multiplied or by < count * 0.999999):
             return None
         own = terms.view(rows, -1).sum(1) if rows and number % rows == 0 else None
         is_even = not rows or (own is not None and bool(torch.allclose(own, own[:1])))
@@ -117,7 +122,7 @@ class LossWatch:
             f"accelerator.backward(loss, weight=(targets != {ignored}).sum())"
         )
 
-    def _describe_terms(self, node: Any, divisor: float | None, rows: int | None) -> str | None:
+    def _describe_terms(self, node: Any, divisor: float | None, is_multiplied: bool, rows: int | None) -> str | None:
         """Of a sum or mean of the model's outputs that was written by hand."""
         sizes, kind = saved(node, "self_sym_sizes"), node.name()
         if not rows or not sizes or not kind.startswith(("SumBackward", "MeanBackward")):
@@ -137,7 +142,9 @@ class LossWatch:
         if divisor is None or not self._changes(kind, divisor / rows):
             return None
         return f"the loss is a sum, divided by {divisor:g} for {rows} samples, and otherwise before" + _ENDING.format(
-            "accelerator.backward(loss, weight=divisor), with the number that the sum is divided by"
+            "the sum divided by the number of this batch's terms alone, and accelerator.backward(loss, weight=number)"
+            if is_multiplied
+            else "accelerator.backward(loss, weight=divisor), with the number that the sum is divided by"
         )
 
     def _changes(self, kind: str, ratio: float) -> bool:
@@ -192,15 +199,16 @@ def _count(node: Any) -> float:
     return math.inf if terms is None else float(terms.numel())
 
 
-def _scalar_nodes(root: Any) -> Iterator[tuple[Any, float | None]]:
-    """The nodes that compute one number each, from the loss on, and its divisor in the loss; None if unknown."""
-    left: list[tuple[Any, float | None]] = [(root, 1.0)]
+def _scalar_nodes(root: Any) -> Iterator[tuple[Any, float | None, bool]]:
+    """The nodes that compute one number each, from the loss on, its divisor in the loss (None if unknown), and whether
+    it was multiplied, as Accelerate's scripts multiply a sum over tokens by the numbers of ranks and microbatches."""
+    left: list[tuple[Any, float | None, bool]] = [(root, 1.0, False)]
     seen = {root}
     while left:
-        node, divisor = left.pop()
+        node, divisor, is_multiplied = left.pop()
         if node is None:
             continue
-        yield node, divisor
+        yield node, divisor, is_multiplied
         name, following = node.name(), [each for each, _ in node.next_functions]
         if name.startswith(("SumBackward", "MeanBackward")) and following:  # of several losses?
             is_list = following[0] is not None and following[0].name().startswith(("Stack", "Cat"))
@@ -209,13 +217,24 @@ def _scalar_nodes(root: Any) -> Iterator[tuple[Any, float | None]]:
             by = saved(node, "other")
             is_known = divisor is not None and by is not None
             divisor = divisor * float(by) if is_known else None  # type: ignore[operator]
+        elif name.startswith("Mul"):
+            by, is_multiplied = _constant_factor(node), True
+            divisor = divisor / by if divisor is not None and by else None
         elif not name.startswith(_LINEAR):
             divisor = None
         new = [
             each for each in following if each is not None and each not in seen and math.prod(output_size(each)) == 1
         ]
         seen.update(new)
-        left += [(each, divisor) for each in reversed(new)]
+        left += [(each, divisor, is_multiplied) for each in reversed(new)]
+
+
+def _constant_factor(node: Any) -> float | None:
+    """The number in a product with a tensor that requires grad; None if there is none."""
+    inputs = [each for each, _ in node.next_functions]
+    factor = None if None not in inputs and len(inputs) == 2 else saved(node, "other" if inputs[0] else "self")
+    # A tensor of float32 may be a GradScaler's scale, which changes from step to step and is divided out again.
+    return None if factor is None or getattr(factor, "dtype", None) == torch.float32 else float(factor)
 
 
 def _passed(node: Any, begun: int, rows: int) -> set[str] | None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from modes import SOLO, THREADS_2
 
 from unisono.compat.accelerate import Accelerator, utils
-from unisono.compat.accelerate.tracking import GeneralTracker
+from unisono.compat.accelerate.tracking import GeneralTracker, on_main_process
 
 
 class Own(GeneralTracker):
@@ -46,6 +47,49 @@ def test_a_tracker_of_the_scripts_own_gets_its_calls(tmp_path: Path) -> None:
     assert own.tracker == ["start", {"lr": 1}, ({"loss": 1.0}, 2), "finish"]
     with pytest.raises(NotImplementedError, match="GeneralTracker has no name, requires_logging_directory, tracker"):
         GeneralTracker()
+
+
+def test_a_tracker_written_as_in_their_guide_runs_on_rank_zero(tmp_path: Path) -> None:
+    class Guided(GeneralTracker):
+        name, requires_logging_directory = "guided", False
+
+        @on_main_process
+        def __init__(self, run: str) -> None:
+            self.run = [run]
+
+        @property
+        def tracker(self) -> Any:
+            return self.run
+
+        @on_main_process
+        def store_init_configuration(self, values: Any) -> None:
+            self.run.append(values)
+
+        @on_main_process
+        def log(self, values: Any, step: int | None = None) -> None:
+            self.run.append((values, step))
+
+    def body() -> list[Any] | None:
+        accelerator = Accelerator(log_with=(own := Guided("first")), project_dir=str(tmp_path))
+        accelerator.init_trackers("run", {"lr": 1})
+        own.log({"loss": 0.5})
+        accelerator.log({"loss": 1.0}, step=2)
+        accelerator.end_training()
+        return getattr(own, "run", None)
+
+    assert THREADS_2.run(body) == [["first", {"lr": 1}, ({"loss": 0.5}, None), ({"loss": 1.0}, 2)], None]
+
+
+def test_a_tracker_that_logs_on_each_rank_is_refused_on_several(tmp_path: Path) -> None:
+    class Each(Own):
+        main_process_only = False
+
+    def body() -> None:
+        Accelerator(log_with=Each(), project_dir=str(tmp_path)).init_trackers("run")
+
+    with pytest.raises(ValueError, match=r"Each has main_process_only=False.* log accelerator\.gather\(values\)"):
+        THREADS_2.run(body)
+    SOLO.run(body)
 
 
 def test_trackers_write_to_the_logging_directory(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from unisono import DeviceLoader, Tracker, Virtual, all_gather_object
 from unisono.building_blocks import PreparedModel, explain_unknown_names, leaves, prepared
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, asked_device, joined_world
-from unisono.compat.accelerate.tracking import GeneralTracker, LibraryTracker
+from unisono.compat.accelerate.tracking import LibraryTracker, refuse_other_ranks, start_own
 from unisono.compat.accelerate.utils import operations, other
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
@@ -362,12 +362,9 @@ class Accelerator(Native):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        refuse_other_ranks(self.log_with, self.num_processes)
         super().init_trackers(project_name, config, init_kwargs)
-        for tracker in self.trackers:
-            if isinstance(tracker, GeneralTracker):
-                tracker.start()
-                if config is not None:
-                    tracker.store_init_configuration(config)
+        start_own(self.trackers, config)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import Any
 
+from unisono.compat.accelerate.state import PartialState
 from unisono.compat.left_out import left_out
 
 __getattr__ = left_out(__name__)
+
+
+def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a tracker's method: it runs on rank zero; elsewhere it returns None, unless the tracker has
+    `main_process_only = False`."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_everywhere = not getattr(self, "main_process_only", False)
+        return method(self, *args, **kwargs) if is_everywhere or PartialState().is_main_process else None
+
+    return run
 
 
 class GeneralTracker:
@@ -40,6 +54,25 @@ class GeneralTracker:
     def close(self) -> None:
         """`finish`."""
         self.finish()
+
+
+def refuse_other_ranks(trackers: Iterable[Any], ranks: int) -> None:
+    """ValueError for a tracker of several ranks that logs on each: the others' values would be lost."""
+    for each in trackers:
+        if ranks > 1 and isinstance(each, GeneralTracker) and not each.main_process_only:
+            raise ValueError(
+                f"{type(each).__name__} has main_process_only=False, and Accelerator calls only rank zero's tracker; "
+                "call its own methods in the loop, or set main_process_only=True and log accelerator.gather(values)"
+            )
+
+
+def start_own(trackers: Iterable[Any], config: Mapping[str, Any] | None) -> None:
+    """Begin the run of a script's own trackers."""
+    for each in trackers:
+        if isinstance(each, GeneralTracker):
+            each.start()
+            if config is not None:
+                each.store_init_configuration(config)
 
 
 class LibraryTracker:
