@@ -18,13 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from unisono.torch_private import (
-    BUFFERS,
-    MODULES,
-    PARAMETERS,
-    VERSION,
-    will_engine_execute_node,
-)
+from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, VERSION, will_engine_execute_node
 from unisono.training.machine import Held
 from unisono.training.steps import Steps
 from unisono.tree import innermost
